@@ -1,0 +1,1 @@
+"""Environment servers that speak AgentGym's HTTP protocol."""

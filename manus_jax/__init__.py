@@ -1,0 +1,1 @@
+"""manus_jax: reinforcement learning of LLM agents, native to JAX."""

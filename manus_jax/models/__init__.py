@@ -1,0 +1,1 @@
+"""The Flax transformer, its critic, token log-probs, and Hugging Face names."""

@@ -1,0 +1,1 @@
+"""Run directories: checkpoints and resume, metrics, logging, the training loops."""
