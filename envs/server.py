@@ -1,0 +1,282 @@
+"""The HTTP server of an environment: an `EnvironmentSpec` in, a FastAPI application out.
+
+The one idea: routes, field names, status codes and error shapes are those of AgentGym's servers of the same
+id family, so that AgentGym's own client plays against it unchanged; what the originals lack (a bound on
+sessions, expiry, a close everywhere, actions that cannot crash it) is added where no client can notice.
+Handlers parse the body themselves: FastAPI's own parameter machinery costs as much as a whole cheap game step.
+"""
+
+import asyncio
+import contextlib
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+
+from envs.game import (
+    Answer,
+    EnvironmentSpec,
+    GameError,
+    Session,
+    SessionRoute,
+    StaticRoute,
+    Step,
+)
+from envs.sessions import SessionTable
+
+MAX_BODY_BYTES = 8 * 1024 * 1024
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+_INTEGER = TypeAdapter(int)
+
+Handler = Callable[[Request], Awaitable[Any]]
+
+
+def build_app(
+    spec: EnvironmentSpec,
+    max_sessions: int | None = None,
+    session_ttl: float = 3600.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> FastAPI:
+    """The application that serves `spec`; sessions unused for `session_ttl` seconds of `clock` are freed."""
+    service = _Service(spec, max_sessions or spec.max_sessions, session_ttl, clock)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        sweeper = asyncio.create_task(service.sweep_forever())
+        yield
+        sweeper.cancel()
+        await service.close_all()
+
+    app = FastAPI(title=spec.name, lifespan=lifespan, openapi_url=None)
+
+    def add(method: str, path: str, handler: Handler) -> None:
+        app.add_route(path, _endpoint(spec, service, handler), methods=[method])
+
+    async def health(_: Request) -> str:
+        return spec.health
+
+    async def list_envs(_: Request) -> list[int]:
+        return service.table.ids()
+
+    add("GET", "/", health)
+    add("GET", f"{spec.prefix}/list_envs", list_envs)
+    add("POST", f"{spec.prefix}/create", service.create)
+    add("POST", f"{spec.prefix}/reset", service.reset)
+    add("POST", f"{spec.prefix}/step", service.step)
+    add("POST", f"{spec.prefix}/close", service.close)
+    add("GET", f"{spec.prefix}/observation", service.answering("GET", spec.observation_answer))
+    if spec.detail_answer is not None:
+        add("GET", f"{spec.prefix}/detail", service.answering("GET", spec.detail_answer))
+    for route in spec.routes:
+        handler = (
+            service.answering(route.method, route.answer)
+            if isinstance(route, SessionRoute)
+            else _static(route)
+        )
+        method = route.method if isinstance(route, SessionRoute) else "GET"
+        add(method, spec.prefix + route.path, handler)
+    return app
+
+
+class _Service:
+    """The handlers of one application, around one table of sessions."""
+
+    def __init__(
+        self, spec: EnvironmentSpec, max_sessions: int, ttl: float, clock: Callable[[], float]
+    ) -> None:
+        self.spec = spec
+        self.table = SessionTable(max_sessions, ttl, clock)
+        self._ttl = ttl
+        id_field: Any = (int, ...)
+        item_field: Any = (int, ...) if spec.default_item is None else (int | None, None)
+        self._close_body = create_model("CloseBody", **{spec.family: id_field})
+        self._reset_body = create_model(
+            "ResetBody", **{spec.family: id_field, spec.item_field: item_field}
+        )
+        action_field: Any = (str, ...)
+        self._step_body = create_model(
+            "StepBody", **{spec.family: id_field, "action": action_field}
+        )
+
+    async def create(self, request: Request) -> Any:
+        spec = self.spec
+        body = await _read_body(request, spec.create_body) if spec.create_body else None
+        self.table.check_room()
+        game = await self._run(spec.new_game)
+        try:
+            session = self.table.add(game)
+        except GameError:
+            await self._run(game.close)
+            raise
+        item = spec.create_item(session.id, body) if spec.create_item else None
+        if item is not None:
+            try:
+                await self._start(session, item)
+            except GameError:
+                await self._drop(session)
+                raise
+        if spec.create_answer is not None:
+            return spec.create_answer(session)
+        return {"id": session.id} if spec.family == "id" else session.id
+
+    async def reset(self, request: Request) -> Any:
+        body = await _read_body(request, self._reset_body)
+        async with self._session(getattr(body, self.spec.family)) as session:
+            item = getattr(body, self.spec.item_field)
+            if item is None and self.spec.default_item is not None:
+                item = self.spec.default_item(session)
+            await self._start(session, item)
+            return self.spec.reset_answer(session)
+
+    async def step(self, request: Request) -> Any:
+        body: Any = await _read_body(request, self._step_body)
+        action = clean_action(body.action, self.spec.max_action)
+        async with self._session(getattr(body, self.spec.family)) as session:
+            if session.current.done:
+                raise _finished(session)
+            session.last = await self._run(session.game.step, action)
+            session.total_reward += session.last.reward
+            return self.spec.step_answer(session)
+
+    async def close(self, request: Request) -> bool:
+        body = await _read_body(request, self._close_body)
+        session = self.table.remove(getattr(body, self.spec.family))
+        if session is None:
+            return False
+        await self._drop(session)
+        return True
+
+    def answering(self, method: str, answer: Answer) -> Handler:
+        """The handler of a route that only looks at its session."""
+
+        async def handler(request: Request) -> Any:
+            if method == "GET":
+                session_id = _query_integer(request, self.spec.family)
+            else:
+                body = await _read_body(request, self._close_body)
+                session_id = getattr(body, self.spec.family)
+            async with self._session(session_id) as session:
+                if session.done and not self.spec.answers_when_done:
+                    raise _finished(session)
+                return await self._run(answer, session)
+
+        return handler
+
+    async def sweep(self) -> None:
+        """Free the sessions that nobody used for a while."""
+        for session in self.table.take_expired():
+            await self._drop(session)
+
+    async def sweep_forever(self) -> None:
+        """Frees abandoned sessions even when no request comes any more."""
+        while True:
+            await asyncio.sleep(min(max(self._ttl / 4, 0.05), 60.0))
+            await self.sweep()
+
+    async def close_all(self) -> None:
+        for session in self.table.take_all():
+            await self._drop(session)
+
+    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        if self.spec.cheap:
+            return function(*args)
+        return await run_in_threadpool(function, *args)
+
+    async def _start(self, session: Session, item: int) -> None:
+        observation = await self._run(session.game.reset, item)
+        session.item = item
+        session.last = Step(observation, 0, False)
+        session.total_reward = 0
+
+    async def _drop(self, session: Session) -> None:
+        self.table.remove(session.id)
+        async with session.lock:
+            await self._run(session.game.close)
+
+    @contextlib.asynccontextmanager
+    async def _session(self, session_id: int) -> AsyncIterator[Session]:
+        """The live session, held alone: a second request for it waits, and finds out if it was closed."""
+        session = self.table.get(session_id)
+        async with session.lock:
+            if session not in self.table:
+                raise GameError(f"The id {session_id} is not valid.")
+            try:
+                yield session
+            finally:
+                self.table.touch(session)
+
+
+def clean_action(action: str, limit: int) -> str:
+    """At most `limit` characters, with U+FFFD for what is no text: the game can neither choke nor obey."""
+    return _UNPRINTABLE.sub("\ufffd", action[:limit])
+
+
+def _finished(session: Session) -> GameError:
+    return GameError(f"The task with environment {session.id} has finished.")
+
+
+def _static(route: StaticRoute) -> Handler:
+    async def handler(_: Request) -> Any:
+        return route.answer()
+
+    return handler
+
+
+def _endpoint(
+    spec: EnvironmentSpec, service: _Service, handler: Handler
+) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        await service.sweep()
+        try:
+            value = await handler(request)
+        except GameError as error:
+            if spec.family == "env_idx":
+                return Response(f"Internal Server Error: {error}", 500, media_type="text/plain")
+            value = {"error": str(error)}
+        content = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        return Response(content.encode(), media_type="application/json")
+
+    return endpoint
+
+
+async def _read_body(request: Request, model: type[BaseModel]) -> BaseModel:
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"The body is larger than {MAX_BODY_BYTES} bytes.")
+    if not raw:
+        missing = {"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}
+        raise RequestValidationError([missing])
+    try:
+        return model.model_validate_json(bytes(raw))
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)
+        for problem in found:
+            problem["loc"] = ("body", *problem["loc"])
+            if problem["type"] == "json_invalid":
+                problem["input"] = {}
+        raise RequestValidationError(found) from None
+
+
+def _query_integer(request: Request, name: str) -> int:
+    if name not in request.query_params:
+        missing = {
+            "type": "missing",
+            "loc": ("query", name),
+            "msg": "Field required",
+            "input": None,
+        }
+        raise RequestValidationError([missing])
+    try:
+        return _INTEGER.validate_python(request.query_params[name])
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)
+        raise RequestValidationError([{**found[0], "loc": ("query", name)}]) from None

@@ -1,0 +1,83 @@
+"""The live sessions of one server: who exists, who may be added, who has been forgotten.
+
+The one idea: a table ordered by last use, with an injected clock and no I/O of its own. Abandoned
+sessions are always at its front, so expiry costs nothing while there are none. All calls come from the
+event loop's thread, so the table needs no lock; what happens inside one session is guarded by its own.
+"""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable
+
+from envs.game import Game, GameError, Session
+
+
+class SessionTable:
+    """At most `max_sessions` live sessions; one unused for `ttl` seconds can be taken out as expired."""
+
+    def __init__(self, max_sessions: int, ttl: float, clock: Callable[[], float]) -> None:
+        self._max_sessions = max_sessions
+        self._ttl = ttl
+        self._clock = clock
+        self._ids = itertools.count()
+        self._sessions: OrderedDict[int, Session] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __contains__(self, session: Session) -> bool:
+        return session.id in self._sessions
+
+    def ids(self) -> list[int]:
+        return sorted(self._sessions)
+
+    def check_room(self) -> None:
+        """GameError when the server is full."""
+        if len(self._sessions) >= self._max_sessions:
+            raise GameError(
+                f"The server already has {self._max_sessions} live sessions: close some, "
+                "or start it with a higher --max_sessions."
+            )
+
+    def add(self, game: Game) -> Session:
+        """A new session around `game`. Its id was never used before in this table."""
+        self.check_room()
+        session = Session(id=next(self._ids), game=game, used_at=self._clock())
+        self._sessions[session.id] = session
+        return session
+
+    def get(self, session_id: int) -> Session:
+        """The live session of that id, marked as used now; GameError when there is none."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise GameError(f"The id {session_id} is not valid.")
+        self.touch(session)
+        return session
+
+    def touch(self, session: Session) -> None:
+        """Mark as used now, unless it was removed meanwhile."""
+        session.used_at = self._clock()
+        if session in self:
+            self._sessions.move_to_end(session.id)
+
+    def remove(self, session_id: int) -> Session | None:
+        return self._sessions.pop(session_id, None)
+
+    def take_expired(self) -> list[Session]:
+        """Remove and return the sessions unused for `ttl` seconds; one in the middle of a step stays."""
+        oldest_allowed = self._clock() - self._ttl
+        expired = []
+        for session in self._sessions.values():
+            if session.used_at >= oldest_allowed:
+                break
+            if not session.lock.locked():
+                expired.append(session)
+        for session in expired:
+            del self._sessions[session.id]
+        return expired
+
+    def take_all(self) -> list[Session]:
+        """Empty the table, for the end of the server."""
+        sessions = list(self._sessions.values())
+        self._sessions.clear()
+        return sessions
