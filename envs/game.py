@@ -158,7 +158,8 @@ class EnvironmentSpec:
     """All that `envs.server`, `envs.serve` and `envs.traces` know about one environment.
 
     `family` decides what a create answers by default and how failures look: "id" answers
-    HTTP 200 with `{"error": …}`, "env_idx" answers HTTP 500. A body that lacks a field is HTTP 422 in both.
+    HTTP 200 with `{"error": …}`, "env_idx" answers HTTP 500. A body that lacks a field is HTTP 422
+    in both.
     """
 
     name: str

@@ -1,9 +1,10 @@
 """The HTTP server of an environment: an `EnvironmentSpec` in, a FastAPI application out.
 
-The one idea: routes, field names, status codes and error shapes are those of AgentGym's servers of the same
-id family, so that AgentGym's own client plays against it unchanged; what the originals lack (a bound on
-sessions, expiry, a close everywhere, actions that cannot crash it) is added where no client can notice.
-Handlers parse the body themselves: FastAPI's own parameter machinery costs as much as a whole cheap game step.
+The one idea: routes, field names, status codes and error shapes are those of AgentGym's servers of
+the same id family, so that AgentGym's own client plays against it unchanged; what the originals lack
+(a bound on sessions, expiry, a close everywhere, actions that cannot crash it) is added where no
+client can notice. Handlers read the body themselves: FastAPI's parameter machinery would cost more
+than a whole step of a cheap game.
 """
 
 import asyncio
@@ -44,7 +45,7 @@ def build_app(
     session_ttl: float = 3600.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> FastAPI:
-    """The application that serves `spec`; sessions unused for `session_ttl` seconds of `clock` are freed."""
+    """The application that serves `spec`; sessions unused for `session_ttl` seconds are freed."""
     service = _Service(spec, max_sessions or spec.max_sessions, session_ttl, clock)
 
     @contextlib.asynccontextmanager
@@ -202,7 +203,7 @@ class _Service:
 
     @contextlib.asynccontextmanager
     async def _session(self, session_id: int) -> AsyncIterator[Session]:
-        """The live session, held alone: a second request for it waits, and finds out if it was closed."""
+        """The live session, held alone: a second request waits, and notices if it was closed."""
         session = self.table.get(session_id)
         async with session.lock:
             if session not in self.table:
@@ -214,7 +215,7 @@ class _Service:
 
 
 def clean_action(action: str, limit: int) -> str:
-    """At most `limit` characters, with U+FFFD for what is no text: the game can neither choke nor obey."""
+    """At most `limit` characters, and U+FFFD for what is no text, which no game understands."""
     return _UNPRINTABLE.sub("\ufffd", action[:limit])
 
 
@@ -246,6 +247,10 @@ def _endpoint(
     return endpoint
 
 
+def _missing(*loc: str) -> dict[str, Any]:
+    return {"type": "missing", "loc": loc, "msg": "Field required", "input": None}
+
+
 async def _read_body(request: Request, model: type[BaseModel]) -> BaseModel:
     raw = bytearray()
     async for chunk in request.stream():
@@ -253,8 +258,7 @@ async def _read_body(request: Request, model: type[BaseModel]) -> BaseModel:
         if len(raw) > MAX_BODY_BYTES:
             raise HTTPException(413, f"The body is larger than {MAX_BODY_BYTES} bytes.")
     if not raw:
-        missing = {"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}
-        raise RequestValidationError([missing])
+        raise RequestValidationError([_missing("body")])
     try:
         return model.model_validate_json(bytes(raw))
     except ValidationError as error:
@@ -268,13 +272,7 @@ async def _read_body(request: Request, model: type[BaseModel]) -> BaseModel:
 
 def _query_integer(request: Request, name: str) -> int:
     if name not in request.query_params:
-        missing = {
-            "type": "missing",
-            "loc": ("query", name),
-            "msg": "Field required",
-            "input": None,
-        }
-        raise RequestValidationError([missing])
+        raise RequestValidationError([_missing("query", name)])
     try:
         return _INTEGER.validate_python(request.query_params[name])
     except ValidationError as error:

@@ -1,8 +1,9 @@
 """The live sessions of one server: who exists, who may be added, who has been forgotten.
 
 The one idea: a table ordered by last use, with an injected clock and no I/O of its own. Abandoned
-sessions are always at its front, so expiry costs nothing while there are none. All calls come from the
-event loop's thread, so the table needs no lock; what happens inside one session is guarded by its own.
+sessions are always at its front, so expiry costs nothing while there are none. All calls come from
+the event loop's thread, so the table needs no lock; what happens inside one session is guarded by
+the session's own.
 """
 
 import itertools
@@ -13,7 +14,7 @@ from envs.game import Game, GameError, Session
 
 
 class SessionTable:
-    """At most `max_sessions` live sessions; one unused for `ttl` seconds can be taken out as expired."""
+    """At most `max_sessions` live sessions; one unused for `ttl` seconds counts as expired."""
 
     def __init__(self, max_sessions: int, ttl: float, clock: Callable[[], float]) -> None:
         self._max_sessions = max_sessions
@@ -64,7 +65,7 @@ class SessionTable:
         return self._sessions.pop(session_id, None)
 
     def take_expired(self) -> list[Session]:
-        """Remove and return the sessions unused for `ttl` seconds; one in the middle of a step stays."""
+        """Remove and return the sessions unused for `ttl` seconds, but for one in mid-step."""
         oldest_allowed = self._clock() - self._ttl
         expired = []
         for session in self._sessions.values():
