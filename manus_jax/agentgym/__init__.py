@@ -1,0 +1,1 @@
+"""Clients of all AgentGym environments over HTTP: sessions, leases, retries, server processes."""

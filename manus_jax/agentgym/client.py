@@ -1,0 +1,344 @@
+"""One session on one environment server: create, reset, step, close.
+
+The one idea: the code is the same for every environment and reads the row of `table.py`; whatever
+comes back is either an observation of the game or an `EnvironmentFailure` that names the
+environment, the URL, the call and the answer. A session belongs to one thread at a time.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+
+from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind, shortened
+from manus_jax.agentgym.rewards import EpisodeReward
+from manus_jax.agentgym.table import EnvironmentRow
+
+# uvicorn drops a connection that was idle for 5 s. A request sent at that very moment would be
+# lost, and a step must not be sent twice; so an idle connection is given up before the server does.
+_IDLE_LIMIT = 2.0
+_CHECK_TIMEOUT = 5.0
+_CLOSE_TIMEOUT = 10.0
+
+Listener = Callable[[str, EnvironmentFailure | None], None]
+"""Hears of every failure of a call, and of every step that went well (failure None)."""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds for one call. `read` None takes the environment's own from the table."""
+
+    connect: float = 5.0
+    read: float | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one action led to. The rewards of an episode's steps sum to its reward."""
+
+    observation: str
+    reward: float
+    done: bool
+    info: Mapping[str, Any]
+
+
+def server_root(row: EnvironmentRow, address: str) -> str:
+    """The URL of a server from what people write: a URL, with or without prefix, or a host.
+
+    A host alone gets the environment's default port. 0.0.0.0 is an address to listen on, not one
+    to call, and becomes 127.0.0.1.
+    """
+    bare_host = "://" not in address
+    parts = urlsplit(f"http://{address}" if bare_host else address)
+    try:
+        port = parts.port
+    except ValueError:
+        port = 0
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ValueError(f"{row.name}: {address!r} is not a server; write http://HOST:PORT")
+    host = "127.0.0.1" if parts.hostname == "0.0.0.0" else parts.hostname
+    if ":" in host:
+        host = f"[{host}]"
+    if port is None and bare_host:
+        port = row.port
+    path = parts.path.rstrip("/").removesuffix(row.prefix)
+    return f"{parts.scheme}://{host}{f':{port}' if port else ''}{path}"
+
+
+class Connection:
+    """HTTP to one server, with every failure typed."""
+
+    def __init__(self, row: EnvironmentRow, root: str, timeouts: Timeouts) -> None:
+        self.row = row
+        self.root = root
+        self._timeouts = timeouts
+        self._last_call = time.monotonic()
+        self._http = requests.Session()
+        # Proxies and .netrc are for the outside world; looking them up costs more than the call.
+        self._http.trust_env = False
+
+    def call(
+        self, method: str, path: str, *, timeout: float | None = None, **arguments: Any
+    ) -> requests.Response:
+        """One request; raises for everything that kept an answer from arriving."""
+        read = timeout or self._timeouts.read or self.row.read_timeout
+        if time.monotonic() - self._last_call > _IDLE_LIMIT:
+            self._http.close()
+        try:
+            return self._http.request(
+                method,
+                self.root + path,
+                timeout=(self._timeouts.connect, read),
+                allow_redirects=False,
+                **arguments,
+            )
+        except requests.ConnectTimeout as error:
+            detail = f"no connection within {self._timeouts.connect:g} s"
+            raise self.failure(FailureKind.TIMEOUT, method, path, detail) from error
+        except requests.Timeout as error:
+            detail = f"no answer within {read:g} s"
+            raise self.failure(FailureKind.TIMEOUT, method, path, detail) from error
+        except requests.RequestException as error:
+            detail = f"{_reason(error)}; is the server running?"
+            raise self.failure(FailureKind.CONNECTION, method, path, detail) from error
+        finally:
+            self._last_call = time.monotonic()
+
+    def json(self, method: str, path: str, **arguments: Any) -> Any:
+        """The JSON of a 200 answer that is not an error."""
+        response = self.call(method, path, **arguments)
+        text = _text(response)
+        if _is_html(response):
+            detail = f"HTML instead of JSON (HTTP {response.status_code}): {shortened(text)}"
+            raise self.failure(FailureKind.NOT_AGENTGYM, method, path, detail)
+        if response.status_code != 200:
+            detail = f"HTTP {response.status_code}: {shortened(text)}"
+            raise self.failure(FailureKind.STATUS, method, path, detail)
+        try:
+            answer = json.loads(text)
+        except ValueError as error:
+            detail = f"broken JSON: {shortened(text)}"
+            raise self.failure(FailureKind.MALFORMED, method, path, detail) from error
+        if isinstance(answer, dict) and "error" in answer:
+            detail = f"the server answered with an error: {shortened(text)}"
+            raise self.failure(FailureKind.ERROR_ANSWER, method, path, detail)
+        return answer
+
+    def check(self) -> None:
+        """The server is up: GET / answers in time, and not with a web page."""
+        response = self.call("GET", "/", timeout=_CHECK_TIMEOUT)
+        if response.status_code != 200 or _is_html(response):
+            detail = f"not an AgentGym server (HTTP {response.status_code}): "
+            detail += shortened(_text(response))
+            raise self.failure(FailureKind.NOT_AGENTGYM, "GET", "/", detail)
+
+    def check_routes(self) -> None:
+        """The server is up and speaks this environment's protocol.
+
+        A step without fields changes nothing on any server, and a FastAPI server says which fields
+        it missed, which tells the two families of environments apart.
+        """
+        self.check()
+        path = f"{self.row.prefix}/step"
+        response = self.call("POST", path, timeout=_CHECK_TIMEOUT, json={})
+        if response.status_code in (404, 405) or _is_html(response):
+            detail = f"this server has no such route (HTTP {response.status_code}), so it does not "
+            detail += f"serve {self.row.name}"
+            raise self.failure(FailureKind.NOT_AGENTGYM, "POST", path, detail)
+        missing = _missing_fields(response)
+        if missing and self.row.id_field not in missing:
+            detail = f"step wants {', '.join(missing)}, but {self.row.name} takes "
+            detail += f"{self.row.id_field}, action; the server serves another environment"
+            raise self.failure(FailureKind.NOT_AGENTGYM, "POST", path, detail)
+
+    def failure(self, kind: FailureKind, method: str, path: str, detail: str) -> EnvironmentFailure:
+        return EnvironmentFailure(kind, self.row.name, self.root, f"{method} {path}", detail)
+
+    def close(self) -> None:
+        self._http.close()
+
+
+class Session:
+    """One game on one server, to be played by one thread at a time.
+
+    `create` once, then `reset` and `step` for each episode, then `close`.
+    """
+
+    def __init__(
+        self,
+        row: EnvironmentRow,
+        root: str,
+        timeouts: Timeouts | None = None,
+        listener: Listener | None = None,
+    ) -> None:
+        self.row = row
+        self.root = root
+        self.id: int | str | None = None
+        self.listener = listener
+        self._connection = Connection(row, root, timeouts or Timeouts())
+        self._episode: EpisodeReward | None = None
+        self._done = True
+
+    @property
+    def episode_reward(self) -> float:
+        """The reward of the episode up to its last valid step, on a scale whose best is 1."""
+        return self._episode.total if self._episode else 0.0
+
+    @property
+    def success(self) -> bool:
+        return self._episode.success if self._episode else False
+
+    def create(self) -> None:
+        """Asks the server for a new game."""
+        answer = self._call("create", "POST", json=self.row.create_body)
+        identifier = answer if self.row.bare_id else self._field("create", answer, "id_field")
+        if isinstance(identifier, bool) or not isinstance(identifier, int | str):
+            raise self._malformed("create", f"no session id in {shortened(repr(answer))}")
+        self.id = identifier
+
+    def reset(self, item: int) -> str:
+        """Starts the episode of task `item` and returns its first observation."""
+        self._episode, self._done = None, True
+        body = {**self.row.reset_extra, self.row.item_field: item}
+        answer = self._call("reset", "POST", json=self._with_id(body), item=item)
+        self._check_backend("reset", answer)
+        look = None
+        if self.row.look:
+            look = self._call(self.row.look, "GET", params=self._with_id({}))
+        try:
+            view = self.row.first_view(answer, look)
+        except (KeyError, TypeError, IndexError) as error:
+            detail = f"no observation in {shortened(repr(answer))}"
+            raise self._malformed("reset", detail) from error
+        if not isinstance(view, str):
+            raise self._malformed("reset", f"the observation is {shortened(repr(view))}")
+        self._episode, self._done = EpisodeReward(self.row.reward), False
+        return view
+
+    def step(self, action: str) -> StepResult:
+        """Plays one action (or the model's whole text, where the server parses it)."""
+        if self._episode is None or self._done:
+            raise RuntimeError(f"{self.row.name}: the episode is over or not begun; call reset")
+        answer = self._call("step", "POST", json=self._with_id({"action": action}))
+        view = self._field("step", answer, "view_field")
+        done = self._field("step", answer, "done_field")
+        if not isinstance(view, str) or not isinstance(done, bool):
+            raise self._malformed("step", f"wrong types in {shortened(repr(answer))}")
+        self._check_backend("step", answer)
+        done = done or any(marker in view for marker in self.row.done_markers)
+        try:
+            value = float(answer[self.row.reward.field])
+            reward = self._episode.record(value, done)
+        except (KeyError, TypeError, ValueError) as error:
+            detail = f"no usable {self.row.reward.field} ({error}) in {shortened(repr(answer))}"
+            raise self._malformed("step", detail) from error
+        self._done = done
+        used = (self.row.view_field, self.row.done_field)
+        info = {key: part for key, part in answer.items() if key not in used}
+        self._tell("step", None)
+        return StepResult(view, reward, done, info)
+
+    def close(self) -> None:
+        """Gives the game back, where the server has a route for that, and drops the connection."""
+        path = f"{self.row.prefix}/close"
+        try:
+            if self.id is None:
+                return
+            body = self._with_id({})
+            response = self._connection.call("POST", path, json=body, timeout=_CLOSE_TIMEOUT)
+            # Servers that AgentGym gave no close route answer 404; ours have one everywhere.
+            expected = (200,) if self.row.closes else (200, 404, 405)
+            if response.status_code not in expected:
+                detail = f"HTTP {response.status_code}: {shortened(_text(response))}"
+                raise self._fail(FailureKind.STATUS, "close", detail)
+        finally:
+            self.id = None
+            self._connection.close()
+
+    def disconnect(self) -> None:
+        """Drops the connection and keeps the game; the next call connects again."""
+        self._connection.close()
+
+    def _with_id(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.id is None:
+            raise RuntimeError(f"{self.row.name}: the session is closed or not created")
+        return {self.row.id_field: self.id, **body}
+
+    def _call(self, route: str, method: str, item: int | None = None, **arguments: Any) -> Any:
+        try:
+            return self._connection.json(method, f"{self.row.prefix}/{route}", **arguments)
+        except EnvironmentFailure as error:
+            failure = self._refused_item(item, error) or error
+            self._tell(route, failure)
+            raise failure from error.__cause__
+
+    def _field(self, route: str, answer: Any, column: str) -> Any:
+        key = getattr(self.row, column)
+        if not isinstance(answer, dict) or key not in answer:
+            raise self._malformed(route, f"no {key!r} in {shortened(repr(answer))}")
+        return answer[key]
+
+    def _check_backend(self, route: str, answer: Any) -> None:
+        try:
+            failed = self.row.backend_failed(answer)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise self._malformed(route, f"no observation in {shortened(repr(answer))}") from error
+        if failed:
+            detail = f"what the server depends on failed: {shortened(repr(answer))}"
+            raise self._fail(FailureKind.BACKEND, route, detail)
+
+    def _refused_item(
+        self, item: int | None, cause: EnvironmentFailure
+    ) -> EnvironmentFailure | None:
+        """A refusal of an item that AgentGym does not have is the dataset's fault."""
+        items = self.row.items
+        refused = cause.kind in (FailureKind.STATUS, FailureKind.ERROR_ANSWER)
+        if item is None or items is None or item in items or not refused:
+            return None
+        detail = f"item {item} is outside {items.start}..{items.stop - 1}; {cause.detail}"
+        return EnvironmentFailure(FailureKind.ITEM, cause.env, cause.url, cause.call, detail)
+
+    def _malformed(self, route: str, detail: str) -> EnvironmentFailure:
+        return self._fail(FailureKind.MALFORMED, route, detail)
+
+    def _fail(self, kind: FailureKind, route: str, detail: str) -> EnvironmentFailure:
+        failure = self._connection.failure(kind, "POST", f"{self.row.prefix}/{route}", detail)
+        self._tell(route, failure)
+        return failure
+
+    def _tell(self, call: str, failure: EnvironmentFailure | None) -> None:
+        if self.listener:
+            self.listener(call, failure)
+
+
+def _text(response: requests.Response) -> str:
+    # JSON is UTF-8; left alone, requests would guess the encoding from the bytes.
+    return response.content.decode("utf-8", errors="replace")
+
+
+def _is_html(response: requests.Response) -> bool:
+    # A Quart server labels its plain "ok" as text/html, so the label alone decides nothing.
+    return response.content.lstrip()[:1] == b"<"
+
+
+def _missing_fields(response: requests.Response) -> list[str]:
+    """The fields that a FastAPI server's 422 complains of; empty where it is none."""
+    if response.status_code != 422:
+        return []
+    try:
+        detail = response.json()["detail"]
+        return [str(entry["loc"][-1]) for entry in detail if entry["type"] == "missing"]
+    except (ValueError, KeyError, TypeError, IndexError):
+        return []
+
+
+def _reason(error: requests.RequestException) -> str:
+    """The innermost cause: "Connection refused" rather than four nested representations."""
+    cause: BaseException = error
+    while cause.__cause__ or cause.__context__:
+        cause = cause.__cause__ or cause.__context__ or cause
+    return shortened(str(cause) or type(cause).__name__)

@@ -1,0 +1,57 @@
+"""What can go wrong between an agent and its environment server, as one typed exception.
+
+The one idea: an answer either belongs to the game (an unknown action, a wrong word) and is an
+observation, or it does not (a timeout, a 500, a page of HTML) and is an `EnvironmentFailure`.
+Nothing in between becomes a reward of zero. The kind says whether another session may do better.
+"""
+
+import enum
+
+_SHOWN = 200
+
+
+class FailureKind(enum.StrEnum):
+    """Why a call failed; the value is the name under which failures are counted."""
+
+    TIMEOUT = "timeout"  # no answer in time
+    CONNECTION = "connection"  # refused, reset or dropped half-way
+    STATUS = "status"  # an HTTP status other than 200
+    ERROR_ANSWER = "error_answer"  # HTTP 200 with {"error": ...}
+    MALFORMED = "malformed"  # broken JSON, a missing field, a value of the wrong type
+    NOT_AGENTGYM = "not_agentgym"  # HTML, or none of the protocol's routes
+    BACKEND = "backend"  # the server answered, what it depends on did not
+    ITEM = "item"  # the server refused an item outside the environment's range
+    DUPLICATE_ID = "duplicate_id"  # create handed out an id that is in use
+    NO_SERVER = "no_server"  # no server of the pool became free in time
+
+    @property
+    def lost_contact(self) -> bool:
+        """The server itself is gone or hangs, so its other sessions are in doubt as well."""
+        return self in (FailureKind.TIMEOUT, FailureKind.CONNECTION, FailureKind.NOT_AGENTGYM)
+
+    @property
+    def retryable(self) -> bool:
+        """A fresh session may succeed where this one failed."""
+        return self not in (FailureKind.ITEM, FailureKind.NO_SERVER)
+
+
+class EnvironmentFailure(Exception):
+    """An episode died of infrastructure. It must not become a training sample."""
+
+    def __init__(self, kind: FailureKind, env: str, url: str, call: str, detail: str) -> None:
+        super().__init__(f"{env} at {url}: {call}: {detail}")
+        self.kind = kind
+        self.env = env
+        self.url = url
+        self.call = call
+        self.detail = detail
+
+    @property
+    def retryable(self) -> bool:
+        return self.kind.retryable
+
+
+def shortened(text: str) -> str:
+    """One line of at most about 200 characters, for messages that quote what came back."""
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}… ({len(text)} characters)"

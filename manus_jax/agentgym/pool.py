@@ -1,0 +1,424 @@
+"""The pool of environment servers: exclusive sessions, shared out over the healthy servers.
+
+The one idea: a session is leased, never shared. A lease owns one id on one server from create (or
+from a kept, idle session) until it is given back; an id that a server hands out twice is refused.
+What happens to a server is decided by the state machine in `health.py`; here are the locks, the
+waiting and the HTTP around it. Each environment has its own lock, and none is held during a call,
+so one that hangs delays nobody else.
+"""
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from manus_jax.agentgym import health
+from manus_jax.agentgym.client import Connection, Session, Timeouts, server_root
+from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind
+from manus_jax.agentgym.health import BackOff, HealthPolicy, ServerState
+from manus_jax.agentgym.table import EnvironmentRow, environment
+
+Result = TypeVar("Result")
+
+
+class Clock:
+    """Time as the pool uses it; tests put their own in its place."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def wait(self, condition: threading.Condition, seconds: float) -> None:
+        """Waits on a condition whose lock is held, at most so long."""
+        condition.wait(seconds)
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """Patience of the pool: seconds per call, seconds for a lease, attempts at an episode."""
+
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    lease_timeout: float = 600.0
+    attempts: int = 2
+    retry: BackOff = field(default_factory=BackOff)
+    health: HealthPolicy = field(default_factory=HealthPolicy)
+    sessions_per_server: int | None = None  # for environments that take much memory
+    keep_idle: float = 900.0  # seconds an unused session is kept; servers forget them too
+
+
+@dataclass
+class _Held:
+    """A session in use: where it is, whether it is a suspect server's trial, how it went."""
+
+    session: Session
+    trial: bool
+    failure: EnvironmentFailure | None = None
+
+
+class EnvironmentPool:
+    """Sessions on the servers of several environments. Safe to use from many threads.
+
+    `on_broken(env, url)` is called when a server stays down through several trials; whoever started
+    it may replace it.
+    """
+
+    def __init__(
+        self,
+        servers: Mapping[str, Sequence[str]],
+        settings: PoolSettings | None = None,
+        *,
+        clock: Clock | None = None,
+        chance: Callable[[], float] = random.random,
+        on_broken: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self.settings = settings or PoolSettings()
+        self._clock = clock or Clock()
+        self._chance = chance
+        self._groups = {
+            name: _Group(
+                environment(name), urls, self.settings, self._clock, self._chance, on_broken
+            )
+            for name, urls in servers.items()
+        }
+
+    @property
+    def environments(self) -> tuple[str, ...]:
+        return tuple(self._groups)
+
+    @contextmanager
+    def lease(self, env: str) -> Iterator[Session]:
+        """A session of its own for the length of the block; `reset` it to begin an episode.
+
+        A failure in the block is noted on the server and passes on to the caller. Raises
+        EnvironmentFailure (no_server) when no server can give a session in time.
+        """
+        group = self._group(env)
+        held = group.acquire()
+        clean = False
+        try:
+            yield held.session
+            clean = held.failure is None
+        finally:
+            group.release(held, clean)
+
+    def play(self, env: str, episode: Callable[[Session], Result]) -> Result:
+        """Plays an episode, again from the start on a fresh session if infrastructure fails.
+
+        Raises the last EnvironmentFailure when the attempts are used up: the caller drops the
+        episode and counts it.
+        """
+        group = self._group(env)
+        attempt = 1
+        while True:
+            try:
+                with self.lease(env) as session:
+                    return episode(session)
+            except EnvironmentFailure as failure:
+                if not failure.retryable or attempt >= self.settings.attempts:
+                    raise
+                group.count("retries")
+                self._clock.sleep(self.settings.retry.seconds(attempt, self._chance()))
+                attempt += 1
+
+    def check(self) -> dict[str, EnvironmentFailure | None]:
+        """Asks every server whether it is up: the failure, or None, by "environment url"."""
+        return {
+            f"{name} {url}": group.check(url)
+            for name, group in self._groups.items()
+            for url in group.urls()
+        }
+
+    def replace_server(self, env: str, old: str, new: str) -> None:
+        """A server came back at another address. Sessions of the old one are forgotten."""
+        self._group(env).replace(old, new)
+
+    def drop_server(self, env: str, url: str, reason: str) -> None:
+        """A server will not come back; leases that find no other one report the reason."""
+        self._group(env).drop(url, reason)
+
+    def counters(self) -> dict[str, int]:
+        """Counts since the start: ENV/leases, ENV/retries, ENV/failures/KIND and so on."""
+        return {
+            f"{name}/{key}": value
+            for name, group in self._groups.items()
+            for key, value in group.counts().items()
+        }
+
+    def close(self) -> None:
+        """Ends kept sessions; leases asked for from now on are refused."""
+        for group in self._groups.values():
+            group.close()
+
+    def __enter__(self) -> "EnvironmentPool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _group(self, env: str) -> "_Group":
+        if env not in self._groups:
+            environment(env)
+            there = ", ".join(self._groups) or "none"
+            raise ValueError(f"environment {env!r} is not open; open are: {there}")
+        return self._groups[env]
+
+
+class _Group:
+    """The servers of one environment, under one lock that is never held during a call."""
+
+    def __init__(
+        self,
+        row: EnvironmentRow,
+        addresses: Sequence[str],
+        settings: PoolSettings,
+        clock: Clock,
+        chance: Callable[[], float],
+        on_broken: Callable[[str, str], None] | None,
+    ) -> None:
+        if not addresses:
+            raise ValueError(f"{row.name}: no servers given; list at least one URL")
+        self._row = row
+        self._settings = settings
+        self._clock = clock
+        self._chance = chance
+        self._on_broken = on_broken
+        self._changed = threading.Condition()
+        self._states: dict[str, ServerState] = {}
+        self._kept: dict[str, list[tuple[Session, float]]] = {}  # and since when
+        self._leased: set[tuple[str, int | str]] = set()
+        self._counts: Counter[str] = Counter()
+        self._dropped: list[str] = []
+        self._last_failure: EnvironmentFailure | None = None
+        self._closed = False
+        for address in addresses:
+            self._add(server_root(row, address))
+
+    def acquire(self) -> _Held:
+        """A session that nobody else has, within the lease timeout."""
+        deadline = self._clock.now() + self._settings.lease_timeout
+        while True:
+            state = self._grant(deadline)
+            try:
+                held = self._open(state)
+            except EnvironmentFailure as failure:
+                self._note_failure(state.url, failure)
+                self._give_back(state.url, state.suspect)
+                continue
+            except BaseException:
+                self._give_back(state.url, state.suspect)
+                raise
+            if held is not None:
+                self.count("leases")
+                return held
+            self._give_back(state.url, state.suspect, duplicate=True)
+
+    def release(self, held: _Held, clean: bool) -> None:
+        """Takes a session back: kept if it is sound and worth keeping, else closed or let go."""
+        session, url, identifier = held.session, held.session.root, held.session.id
+        session.listener = None
+        with self._changed:
+            in_pool = url in self._states and not self._closed
+        keep = clean and in_pool and self._row.reuse and identifier is not None
+        if keep or (held.failure is not None and held.failure.kind.lost_contact):
+            session.disconnect()
+        else:
+            self._close_session(session)
+        with self._changed:
+            if identifier is not None:
+                self._leased.discard((url, identifier))
+            if keep and url in self._kept:
+                self._kept[url].append((session, self._clock.now()))
+            self._free_place(url, held.trial)
+
+    def check(self, url: str) -> EnvironmentFailure | None:
+        try:
+            self._check(url)
+        except EnvironmentFailure as failure:
+            self._note_failure(url, failure)
+            return failure
+        return None
+
+    def urls(self) -> tuple[str, ...]:
+        with self._changed:
+            return tuple(self._states)
+
+    def replace(self, old: str, new: str) -> None:
+        with self._changed:
+            self._states.pop(old, None)
+            self._kept.pop(old, None)
+            self._add(server_root(self._row, new))
+            self._changed.notify_all()
+
+    def drop(self, url: str, reason: str) -> None:
+        with self._changed:
+            self._states.pop(url, None)
+            self._kept.pop(url, None)
+            self._dropped.append(f"{url}: {reason}")
+            self._changed.notify_all()
+
+    def count(self, key: str) -> None:
+        with self._changed:
+            self._counts[key] += 1
+
+    def counts(self) -> dict[str, int]:
+        with self._changed:
+            return dict(self._counts)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            idle = [session for kept in self._kept.values() for session, _ in kept]
+            self._kept = {url: [] for url in self._kept}
+            self._changed.notify_all()
+        for session in idle:
+            self._close_session(session)
+
+    def _add(self, url: str) -> None:
+        self._states[url] = ServerState(url, limit=self._settings.sessions_per_server)
+        self._kept[url] = []
+
+    def _check(self, url: str) -> None:
+        connection = Connection(self._row, url, self._settings.timeouts)
+        try:
+            connection.check()
+        finally:
+            connection.close()
+
+    def _grant(self, deadline: float) -> ServerState:
+        """Reserves a place on the best server; waits for one until the deadline."""
+        with self._changed:
+            while True:
+                now = self._clock.now()
+                if self._closed:
+                    raise self._no_server("the pool is closed")
+                if not self._states:
+                    raise self._no_server("every server is gone")
+                state = health.choose(self._states.values(), now)
+                if state is not None:
+                    self._states[state.url] = health.granted(state)
+                    return state
+                if now >= deadline:
+                    # A wake-up meant for this thread may have come too late: pass it on.
+                    self._changed.notify()
+                    waited = self._settings.lease_timeout
+                    raise self._no_server(f"no free session within {waited:g} s")
+                trial = health.next_trial(self._states.values(), now)
+                left = deadline - now
+                self._clock.wait(self._changed, left if trial is None else min(trial, left))
+
+    def _open(self, state: ServerState) -> _Held | None:
+        """The session for a reserved place; None if the server gave out an id that is in use."""
+        if state.suspect:
+            self._check(state.url)
+        session = self._take_kept(state.url)
+        if session is None:
+            session = Session(self._row, state.url, self._settings.timeouts)
+            session.create()
+            assert session.id is not None
+            key = (state.url, session.id)
+            with self._changed:
+                if key in self._leased:
+                    session.disconnect()
+                    self._counts[f"failures/{FailureKind.DUPLICATE_ID}"] += 1
+                    return None
+                self._leased.add(key)
+        held = _Held(session, trial=state.suspect)
+        session.listener = self._listener(held)
+        return held
+
+    def _take_kept(self, url: str) -> Session | None:
+        """The idle session used last; those unused for too long are given up."""
+        with self._changed:
+            kept = self._kept.get(url, [])
+            oldest = self._clock.now() - self._settings.keep_idle
+            stale = [session for session, since in kept if since < oldest]
+            del kept[: len(stale)]
+            session = kept.pop()[0] if kept else None
+            if session is not None and session.id is not None:
+                self._leased.add((url, session.id))
+        for expired in stale:
+            self._close_session(expired)
+        return session
+
+    def _listener(self, held: _Held) -> Callable[[str, EnvironmentFailure | None], None]:
+        def hear(call: str, failure: EnvironmentFailure | None) -> None:
+            if failure is not None:
+                held.failure = failure
+                self._note_failure(held.session.root, failure)
+            else:
+                self._note_success(held.session.root)
+
+        return hear
+
+    def _note_success(self, url: str) -> None:
+        with self._changed:
+            state = self._states.get(url)
+            if state is not None and (state.suspect or state.strikes):
+                self._states[url] = health.succeeded(state)
+                self._changed.notify_all()
+
+    def _note_failure(self, url: str, failure: EnvironmentFailure) -> None:
+        policy = self._settings.health
+        with self._changed:
+            self._counts[f"failures/{failure.kind}"] += 1
+            self._last_failure = failure
+            before = self._states.get(url)
+            if before is None:
+                return
+            after = health.failed(before, failure.kind, self._clock.now(), self._chance(), policy)
+            self._states[url] = after
+            if failure.kind is FailureKind.CONNECTION:
+                # The process is gone, and its idle sessions with it.
+                self._kept[url] = []
+            put_aside = after.incidents > before.incidents
+            if put_aside:
+                # Whoever waits for a free place now has a time for the next trial to wait for.
+                self._changed.notify_all()
+        if put_aside and health.broken(after, policy) and self._on_broken:
+            self._on_broken(self._row.name, url)
+
+    def _give_back(self, url: str, trial: bool, duplicate: bool = False) -> None:
+        """Frees the place of a session that did not come about."""
+        with self._changed:
+            self._free_place(url, trial)
+            if duplicate and url in self._states:
+                self._states[url] = health.overfull(self._states[url])
+
+    def _free_place(self, url: str, trial: bool) -> None:
+        # Called with the lock held. One place became free: one of those waiting may have it.
+        state = self._states.get(url)
+        if state is not None:
+            self._states[url] = health.released(state, trial)
+        self._changed.notify()
+
+    def _close_session(self, session: Session) -> None:
+        try:
+            session.close()
+        except EnvironmentFailure:
+            # The episode is complete; a session that cannot be given back is left to expire.
+            self.count("failures/close")
+
+    def _no_server(self, why: str) -> EnvironmentFailure:
+        # Called with the lock held.
+        now = self._clock.now()
+        lines = [_described(state, now) for state in self._states.values()] + self._dropped
+        detail = f"{why}; " + "; ".join(lines)
+        if self._last_failure is not None:
+            detail += f"; last failure: {self._last_failure}"
+        self._counts[f"failures/{FailureKind.NO_SERVER}"] += 1
+        where = ", ".join(self._states) or "no server"
+        return EnvironmentFailure(FailureKind.NO_SERVER, self._row.name, where, "lease", detail)
+
+
+def _described(state: ServerState, now: float) -> str:
+    if state.suspect:
+        wait = max(0.0, state.retry_at - now)
+        return f"{state.url} failed {state.incidents} times, next trial in {wait:.0f} s"
+    room = "" if state.limit is None else f" of {state.limit}"
+    return f"{state.url} has {state.leases}{room} sessions in use"
