@@ -1,0 +1,499 @@
+"""DataProto: the batch that travels through training, as one JAX pytree.
+
+It holds `batch` (arrays with one leading row dimension), `non_tensor_batch` (one Python value per
+row, on the host) and `meta_info` (a plain dict). The idea: rows move as one. Every operation
+returns a new object in which arrays and per-row values are still in step, and arrays are shared,
+not copied, where nothing changed.
+
+As a pytree, the arrays are the children; the host values are static data, compared by content. So
+`jit` does not retrace for equal content, and never hands back the host values of another batch. It
+does retrace when they differ: a step that sees fresh rows each time takes `proto.batch`, or
+`proto.select(non_tensor_batch_keys=[])`. Flattening snapshots both dicts, but not what is nested in
+their values: treat those as immutable.
+"""
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from manus_jax import data_proto_file
+
+Array = np.ndarray | jax.Array
+
+ROW_WEIGHT = "row_weight"
+"""float32 `[rows]`: 1 (or any positive weight) on real rows, 0 on padding rows."""
+
+BATCH_AXES = ("data", "fsdp")
+"""Mesh axes over which `shard` splits the rows, in this order, where the mesh has them."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DataProtoItem:
+    """One row: arrays without their leading dimension, and the row's Python values."""
+
+    batch: dict[str, Array]
+    non_tensor_batch: dict[str, Any]
+    meta_info: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class DataProto:
+    """Rows of arrays `[rows, ...]`, per-row Python values, and metadata of the whole."""
+
+    batch: dict[str, Array] = dataclasses.field(default_factory=dict)
+    non_tensor_batch: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    meta_info: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, value in self.batch.items():
+            _check_array(key, value)
+        columns = {key: _object_column(key, v) for key, v in self.non_tensor_batch.items()}
+        object.__setattr__(self, "batch", dict(self.batch))
+        object.__setattr__(self, "non_tensor_batch", columns)
+        object.__setattr__(self, "meta_info", dict(self.meta_info))
+        sizes = {key: len(value) for key, value in (self.batch | columns).items()}
+        if len(set(sizes.values())) > 1:
+            listed = ", ".join(f"{key!r} has {size}" for key, size in sizes.items())
+            raise ValueError(f"every key must have the same number of rows, but {listed}")
+        if both := self.batch.keys() & columns.keys():
+            raise ValueError(f"keys {sorted(both)} are in both batch and non_tensor_batch")
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Array] | None = None,
+        non_tensors: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> "DataProto":
+        return cls(dict(tensors or {}), dict(non_tensors or {}), dict(meta_info or {}))  # type: ignore[arg-type]
+
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None
+    ) -> "DataProto":
+        """Sorts columns by type: number and bool arrays are tensors, all else is per-row values."""
+        tensors = {key: value for key, value in data.items() if _is_numeric_array(value)}
+        others = {key: value for key, value in data.items() if key not in tensors}
+        return cls.from_dict(tensors, others, meta_info)
+
+    @classmethod
+    def empty(cls, meta_info: Mapping[str, Any] | None = None) -> "DataProto":
+        return cls.from_dict(meta_info=meta_info)
+
+    @classmethod
+    def _unchecked(
+        cls, batch: dict[str, Any], non_tensor_batch: dict[str, np.ndarray], meta: dict[str, Any]
+    ) -> "DataProto":
+        """Builds without validation: inside transformations the leaves may be anything."""
+        proto = object.__new__(cls)
+        object.__setattr__(proto, "batch", batch)
+        object.__setattr__(proto, "non_tensor_batch", non_tensor_batch)
+        object.__setattr__(proto, "meta_info", dict(meta))
+        return proto
+
+    def __len__(self) -> int:
+        for column in itertools.chain(self.batch.values(), self.non_tensor_batch.values()):
+            return column.shape[0]
+        return 0
+
+    def __repr__(self) -> str:
+        arrays = ", ".join(
+            f"{key}: {getattr(v, 'dtype', type(v).__name__)}{list(getattr(v, 'shape', ()))}"
+            for key, v in self.batch.items()
+        )
+        return (
+            f"DataProto(batch={{{arrays}}}, non_tensor_batch={list(self.non_tensor_batch)}, "
+            f"meta_info={list(self.meta_info)})"
+        )
+
+    def __iter__(self) -> Iterator[DataProtoItem]:
+        return (self._item(row) for row in range(len(self)))
+
+    def __getitem__(self, index: Any) -> Any:
+        """A row (`int` → `DataProtoItem`), or rows (slice, indexes or bool mask → `DataProto`)."""
+        if isinstance(index, slice):
+            return self._rows(index)
+        if isinstance(index, jax.core.Tracer):
+            if self.non_tensor_batch:
+                raise ValueError(
+                    f"traced indexes cannot move the host values {list(self.non_tensor_batch)}: "
+                    "drop them with select(non_tensor_batch_keys=[]) or index outside jit"
+                )
+            return self._rows(index)
+        array = np.asarray(index)
+        if array.ndim == 0 and array.dtype.kind in "iu":
+            return self._item(int(self._checked_indexes(array[None])[0]))
+        return self._rows(self._checked_indexes(array))
+
+    def _item(self, row: int) -> DataProtoItem:
+        return DataProtoItem(
+            {key: value[row] for key, value in self.batch.items()},
+            {key: value[row] for key, value in self.non_tensor_batch.items()},
+            dict(self.meta_info),
+        )
+
+    def _rows(self, index: Any) -> "DataProto":
+        return self._unchecked(
+            {key: value[index] for key, value in self.batch.items()},
+            {key: value[index] for key, value in self.non_tensor_batch.items()},
+            self.meta_info,
+        )
+
+    def _checked_indexes(self, indexes: np.ndarray) -> np.ndarray:
+        # JAX clamps indexes that are out of bounds; a batch must not lose rows that silently.
+        rows = len(self)
+        if indexes.ndim != 1:
+            raise ValueError(f"indexes must be one-dimensional, got shape {indexes.shape}")
+        if indexes.dtype == bool:
+            if len(indexes) != rows:
+                raise ValueError(f"a bool mask of {len(indexes)} does not fit {rows} rows")
+            return np.flatnonzero(indexes)
+        if indexes.size == 0:
+            return np.zeros(0, np.int64)
+        if indexes.dtype.kind not in "iu":
+            raise ValueError(f"indexes must be integers or bools, got {indexes.dtype}")
+        for bad in indexes[(indexes < -rows) | (indexes >= rows)][:1]:
+            raise IndexError(f"index {bad} is out of range for {rows} rows")
+        return indexes.astype(np.int64) % max(rows, 1)
+
+    def select(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+    ) -> "DataProto":
+        """Keeps the named keys; `None` keeps all of that part."""
+        return self._unchecked(
+            _pick(self.batch, batch_keys, "batch"),
+            _pick(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch"),
+            _pick(self.meta_info, meta_info_keys, "meta_info"),
+        )
+
+    def pop(
+        self,
+        batch_keys: Iterable[str] = (),
+        non_tensor_batch_keys: Iterable[str] = (),
+        meta_info_keys: Iterable[str] = (),
+    ) -> tuple["DataProto", "DataProto"]:
+        """`(popped, rest)`: the named keys, and everything else."""
+        popped = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        rest = self._unchecked(
+            {k: v for k, v in self.batch.items() if k not in popped.batch},
+            {k: v for k, v in self.non_tensor_batch.items() if k not in popped.non_tensor_batch},
+            {k: v for k, v in self.meta_info.items() if k not in popped.meta_info},
+        )
+        return popped, rest
+
+    def rename(self, names: Mapping[str, str]) -> "DataProto":
+        """Renames keys of `batch` and `non_tensor_batch`: `{old: new}`."""
+        columns = [*self.batch, *self.non_tensor_batch]
+        for old in names:
+            if old not in columns:
+                raise KeyError(f"cannot rename unknown key {old!r}; there are {columns}")
+        renamed = [names.get(key, key) for key in columns]
+        for new in renamed:
+            if renamed.count(new) > 1:
+                raise ValueError(f"renaming {dict(names)} gives two columns the name {new!r}")
+        return self._unchecked(
+            {names.get(key, key): value for key, value in self.batch.items()},
+            {names.get(key, key): value for key, value in self.non_tensor_batch.items()},
+            self.meta_info,
+        )
+
+    def union(self, other: "DataProto") -> "DataProto":
+        """The keys of both; a key in both must hold the same content, bit for bit."""
+        if self._has_columns and other._has_columns and len(self) != len(other):
+            raise ValueError(f"union of {len(self)} rows with {len(other)} rows")
+        return DataProto(
+            _merge(self.batch, other.batch, "batch"),
+            _merge(self.non_tensor_batch, other.non_tensor_batch, "non_tensor_batch"),
+            _merge(self.meta_info, other.meta_info, "meta_info"),
+        )
+
+    @property
+    def _has_columns(self) -> bool:
+        return bool(self.batch or self.non_tensor_batch)
+
+    @staticmethod
+    def concat(protos: Sequence["DataProto"]) -> "DataProto":
+        """Rows of all, in order; keys, dtypes and metadata must agree."""
+        if not protos:
+            raise ValueError("concat needs at least one DataProto")
+        first, meta = protos[0], protos[0].meta_info
+        for number, proto in enumerate(protos[1:], start=1):
+            for part in ("batch", "non_tensor_batch"):
+                here, there = getattr(first, part).keys(), getattr(proto, part).keys()
+                if here != there:
+                    raise ValueError(
+                        f"concat: {part} of item {number} has keys {sorted(there)}, "
+                        f"that of item 0 has {sorted(here)}"
+                    )
+            meta = _merge(meta, proto.meta_info, "meta_info")
+        batch = {key: _concat_arrays(key, [p.batch[key] for p in protos]) for key in first.batch}
+        others = {
+            key: np.concatenate([p.non_tensor_batch[key] for p in protos])
+            for key in first.non_tensor_batch
+        }
+        return DataProto(batch, others, meta)
+
+    def chunk(self, chunks: int) -> list["DataProto"]:
+        """`chunks` parts of equal size, in order."""
+        if chunks < 1 or len(self) % chunks:
+            raise ValueError(
+                f"{len(self)} rows do not divide into {chunks} equal chunks"
+                + (f" ({len(self)} % {chunks} = {len(self) % chunks})" if chunks > 0 else "")
+            )
+        size = len(self) // chunks
+        return [self[i * size : (i + 1) * size] for i in range(chunks)]
+
+    def split(self, size: int) -> list["DataProto"]:
+        """Parts of `size` rows, in order; the last may be smaller."""
+        if size < 1:
+            raise ValueError(f"split size must be at least 1, got {size}")
+        return [self[start : start + size] for start in range(0, len(self), size)]
+
+    def repeat(self, times: int, interleave: bool = True) -> "DataProto":
+        """Each row `times` times: a a b b (`interleave`), or a b a b."""
+        if times < 1:
+            raise ValueError(f"repeat times must be at least 1, got {times}")
+        rows = np.arange(len(self))
+        return self._rows(np.repeat(rows, times) if interleave else np.tile(rows, times))
+
+    def reorder(self, indexes: Any) -> "DataProto":
+        """Rows in the order of `indexes` `[rows]`, which must be a permutation."""
+        order = np.asarray(indexes)
+        missing = set(range(len(self))) - set(order.ravel().tolist())
+        if order.shape != (len(self),) or missing:
+            raise ValueError(
+                f"reorder needs a permutation of {len(self)} rows, got shape {order.shape} "
+                f"that misses {len(missing)} of them; use proto[indexes] to gather rows"
+            )
+        return self[order]
+
+    def make_iterator(
+        self, mini_batch_size: int, epochs: int = 1, seed: int | None = None
+    ) -> Iterator["DataProto"]:
+        """Mini-batches of equal size over `epochs` passes, shuffled anew in each if seeded."""
+        rows = len(self)
+        if mini_batch_size < 1 or rows % mini_batch_size:
+            raise ValueError(
+                f"{rows} rows do not divide into mini-batches of {mini_batch_size}; "
+                f"pad_to_divisor({mini_batch_size}) first"
+            )
+
+        def batches() -> Iterator["DataProto"]:
+            for epoch in range(epochs):
+                shuffled = self
+                if seed is not None:
+                    # Raw bits are the same in every NumPy release; Generator methods may change.
+                    bits = np.random.Philox(key=np.array([seed, epoch], np.uint64))
+                    shuffled = self[np.argsort(bits.random_raw(rows), kind="stable")]
+                yield from shuffled.split(mini_batch_size)
+
+        return batches()
+
+    def pad_to_divisor(self, divisor: int) -> "DataProto":
+        """Appends rows of zeros (and `None`) until `divisor` divides; `row_weight` marks them 0."""
+        if divisor < 1:
+            raise ValueError(f"divisor must be at least 1, got {divisor}")
+        rows, extra = len(self), -len(self) % divisor
+        batch = dict(self.batch)
+        weight = batch.setdefault(ROW_WEIGHT, np.ones(rows, np.float32))
+        if weight.dtype != np.float32 or weight.ndim != 1:
+            raise ValueError(
+                f"batch[{ROW_WEIGHT!r}] must be float32 [rows], got {weight.dtype}{weight.shape}"
+            )
+        padded: dict[str, Array] = {}
+        for key, value in batch.items():
+            zeros = np.zeros((extra, *value.shape[1:]), value.dtype)
+            padded[key] = _concat_arrays(key, [value, zeros]) if extra else value
+        nones = np.full(extra, None, object)
+        others = {key: np.concatenate([v, nones]) for key, v in self.non_tensor_batch.items()}
+        return DataProto(padded, others, self.meta_info)
+
+    def unpad(self) -> "DataProto":
+        """Drops rows of weight zero, wherever they are, and a weight that is then 1 throughout."""
+        if ROW_WEIGHT not in self.batch:
+            raise KeyError(
+                f"unpad needs batch[{ROW_WEIGHT!r}] from pad_to_divisor; there are {[*self.batch]}"
+            )
+        weight = np.asarray(self.batch[ROW_WEIGHT])
+        real = self if weight.all() else self[weight != 0]
+        if (weight[weight != 0] == 1).all():
+            _, real = real.pop([ROW_WEIGHT])
+        return real
+
+    def shard(self, mesh: jax.sharding.Mesh) -> "DataProto":
+        """Puts the rows on `mesh`, split over its batch axes and replicated over the others."""
+        axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        if len(self) % parts:
+            factors = " × ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+            raise ValueError(
+                f"{len(self)} rows do not divide over {factors} = {parts} shards "
+                f"({len(self)} % {parts} = {len(self) % parts}); pad_to_divisor({parts}) first"
+            )
+        spec = jax.sharding.PartitionSpec(axes) if axes else jax.sharding.PartitionSpec()
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        batch = {key: _place(value, sharding) for key, value in self.batch.items()}
+        return self._unchecked(batch, self.non_tensor_batch, self.meta_info)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes one file, without pickle, and renames it into place."""
+        data_proto_file.write(path, self.batch, self.non_tensor_batch, self.meta_info)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "DataProto":
+        """Reads what `save` wrote; arrays come back as NumPy, with their exact dtypes."""
+        return cls.from_dict(*data_proto_file.read(path))
+
+
+class _HostValues:
+    """What a flattened DataProto carries as static data: hashed by shape, compared by content."""
+
+    __slots__ = ("meta_info", "non_tensor_batch")
+
+    def __init__(self, non_tensor_batch: dict[str, np.ndarray], meta_info: dict[str, Any]):
+        self.non_tensor_batch = {key: value.copy() for key, value in non_tensor_batch.items()}
+        self.meta_info = dict(meta_info)
+
+    def __hash__(self) -> int:
+        sizes = sorted((key, len(value)) for key, value in self.non_tensor_batch.items())
+        return hash((tuple(sizes), tuple(sorted(map(str, self.meta_info)))))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _HostValues) and (
+            self is other
+            or (
+                _same(self.non_tensor_batch, other.non_tensor_batch)
+                and _same(self.meta_info, other.meta_info)
+            )
+        )
+
+    def __repr__(self) -> str:
+        return f"{list(self.non_tensor_batch)}, {self.meta_info}"
+
+
+def _flatten(proto: DataProto) -> tuple[tuple[dict[str, Array]], _HostValues]:
+    return (proto.batch,), _HostValues(proto.non_tensor_batch, proto.meta_info)
+
+
+def _flatten_with_keys(proto: DataProto) -> tuple[tuple[tuple[Any, Any]], _HostValues]:
+    (batch,), host = _flatten(proto)
+    return ((jax.tree_util.GetAttrKey("batch"), batch),), host
+
+
+def _unflatten(host: _HostValues, children: Iterable[Any]) -> DataProto:
+    # Copied, so that changing the metadata of one result leaves jit's cached treedef as it was.
+    others = {key: value.copy() for key, value in host.non_tensor_batch.items()}
+    (batch,) = children
+    return DataProto._unchecked(batch, others, host.meta_info)
+
+
+jax.tree_util.register_pytree_with_keys(DataProto, _flatten_with_keys, _unflatten, _flatten)
+
+
+def _is_numeric_array(value: Any) -> bool:
+    return isinstance(value, jax.Array) or (
+        isinstance(value, np.ndarray)
+        and (value.dtype == bool or jax.dtypes.issubdtype(value.dtype, np.number))
+    )
+
+
+def _check_array(key: str, value: Any) -> None:
+    if not _is_numeric_array(value):
+        kind = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+        raise ValueError(
+            f"batch[{key!r}] must be a NumPy or JAX array of numbers or bools, got {kind}; "
+            "per-row Python values belong in non_tensor_batch"
+        )
+    if value.ndim == 0:
+        raise ValueError(f"batch[{key!r}] is a scalar; it needs a leading row dimension")
+
+
+def _object_column(key: str, values: Any) -> np.ndarray:
+    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
+        return values
+    if isinstance(values, np.ndarray) and values.ndim > 0:
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        raise ValueError(
+            f"non_tensor_batch[{key!r}] must be a list, tuple or array with one value per row, "
+            f"got {type(values).__name__}"
+        )
+    column = np.empty(len(values), object)
+    for row, value in enumerate(values):  # one by one: NumPy would unpack nested lists
+        column[row] = value
+    return column
+
+
+def _pick(part: dict[str, Any], keys: Iterable[str] | None, name: str) -> dict[str, Any]:
+    if keys is None:
+        return dict(part)
+    if isinstance(keys, str):
+        raise ValueError(f"{name} keys must be a list of names, got the string {keys!r}")
+    keys = list(keys)
+    for key in keys:
+        if key not in part:
+            raise KeyError(f"no key {key!r} in {name}; there are {list(part)}")
+    return {key: part[key] for key in keys}
+
+
+def _merge(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> dict[str, Any]:
+    for key in ours.keys() & theirs.keys():
+        if not _same(ours[key], theirs[key]):
+            raise ValueError(
+                f"{name}[{key!r}] differs between the two: "
+                f"{_describe(ours[key])} and {_describe(theirs[key])}"
+            )
+    return ours | theirs
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, np.ndarray | jax.Array):
+        return f"{value.dtype}{list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal in type and content; NaN equals itself, and 1, 1.0 and True are three things."""
+    if a is b:
+        return True
+    if isinstance(a, np.ndarray | jax.Array) and isinstance(b, np.ndarray | jax.Array):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        if a.dtype == object:
+            return all(map(_same, a.ravel(), b.ravel()))
+        return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b) or bool(a != a and b != b)
+
+
+def _concat_arrays(key: str, arrays: Sequence[Array]) -> Array:
+    kinds = {(str(array.dtype), array.shape[1:]) for array in arrays}
+    if len(kinds) > 1:
+        listed = ", ".join(f"{dtype}[rows, *{shape}]" for dtype, shape in sorted(kinds))
+        raise ValueError(f"concat: batch[{key!r}] is not the same in all: {listed}")
+    if any(isinstance(array, jax.Array) for array in arrays):
+        return jnp.concatenate(arrays)
+    return np.concatenate(arrays)
+
+
+def _place(value: Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
+    if isinstance(value, jax.Array):
+        return jax.device_put(value, sharding)
+    # Each host reads the slices of its own devices, so this is right on several hosts too.
+    return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
