@@ -1,0 +1,152 @@
+"""Importance corrections between the sampler that played and the learner that trains.
+
+The engine's log-probs of its own tokens differ from the learner's (kernels, precision, older
+weights). A correction turns the ratio learner / sampler into a detached weight that multiplies the
+policy loss before aggregation. It is made of two choices: at which level the ratio is taken (token,
+sequence product, geometric mean of the sequence) and what is done with it (truncate, mask, reject);
+several corrections multiply.
+
+See "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", Yao et al. 2025 (TIS),
+and "Every Step Evolves", Ling team (https://arxiv.org/abs/2510.18855) (IcePop).
+"""
+
+from dataclasses import dataclass
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from manus_jax.algorithms import kl, segments
+
+LEVELS = ("token", "sequence", "geometric")
+ACTIONS = ("truncate", "mask", "reject")
+
+
+@dataclass(frozen=True)
+class Correction:
+    """One correction.
+
+    level: ratio of each token; of the whole sequence (product); or its geometric mean per token.
+    action: truncate (the ratio, at most `high`), mask (the ratio inside [low, high], else 0) or
+      reject (1 inside, else 0).
+    """
+
+    level: str
+    action: str
+    low: float = 0.0
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise ValueError(f"unknown level {self.level!r}; there are {', '.join(LEVELS)}")
+        if self.action not in ACTIONS:
+            raise ValueError(f"unknown action {self.action!r}; there are {', '.join(ACTIONS)}")
+        if not 0.0 <= self.low < self.high:
+            raise ValueError(f"need 0 <= low < high, got low={self.low}, high={self.high}")
+
+
+CORRECTIONS: dict[str, Correction] = {
+    "token_tis": Correction("token", "truncate", high=2.0),
+    "icepop": Correction("token", "mask", low=0.5, high=5.0),
+    "sequence_tis": Correction("sequence", "truncate", high=2.0),
+    "sequence_mis": Correction("sequence", "mask", low=0.5, high=2.0),
+    "geometric_tis": Correction("geometric", "truncate", high=2.0),
+    "geometric_rejection": Correction("geometric", "reject", low=0.99, high=1.01),
+}
+
+
+def get_correction(name: str) -> Correction:
+    """The correction called `name`."""
+    if name not in CORRECTIONS:
+        raise ValueError(f"unknown correction {name!r}; there are {', '.join(CORRECTIONS)}")
+    return CORRECTIONS[name]
+
+
+def importance_weights(
+    correction: Correction,
+    log_probs: chex.Array,
+    sampler_log_probs: chex.Array,
+    mask: chex.Array,
+    segment_ids: chex.Array | None = None,
+    num_segments: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The weight of every token, detached.
+
+    Args:
+      correction: level and action.
+      log_probs: the learner's (old) log-probs, [rows, length].
+      sampler_log_probs: [rows, length].
+      mask: agent tokens, [rows, length].
+      segment_ids: int, [rows, length], each row numbered on its own in [0, num_segments); only the
+        token level goes without.
+      num_segments: static bound on the segments in a row.
+
+    Returns:
+      (weights, changed), [rows, length]: changed is 1 where truncation, mask or rejection bit.
+      Weight 1 and changed 0 outside the mask.
+    """
+    chex.assert_equal_shape([log_probs, sampler_log_probs, mask])
+    chex.assert_type([log_probs, sampler_log_probs], float)
+    mask = jnp.asarray(mask, bool)
+    log_ratio = jnp.where(mask, jnp.asarray(log_probs) - sampler_log_probs, 0.0)
+    if correction.level != "token":
+        if segment_ids is None or num_segments is None:
+            raise ValueError(f"a {correction.level} correction needs segment_ids and num_segments")
+        reduce = {"sequence": segments.segment_total, "geometric": segments.segment_mean}
+        log_ratio = reduce[correction.level](log_ratio, mask, segment_ids, num_segments)
+    ratio = jax.lax.stop_gradient(jnp.exp(jnp.clip(log_ratio, -20.0, 20.0)))
+
+    inside = (ratio >= correction.low) & (ratio <= correction.high)
+    if correction.action == "truncate":
+        weights, changed = jnp.minimum(ratio, correction.high), ratio > correction.high
+    elif correction.action == "mask":
+        weights, changed = jnp.where(inside, ratio, 0.0), ~inside
+    else:
+        weights, changed = inside.astype(jnp.float32), ~inside
+    return jnp.where(mask, weights, 1.0), (changed & mask).astype(jnp.float32)
+
+
+def mismatch_metrics(
+    log_probs: chex.Array, sampler_log_probs: chex.Array, mask: chex.Array
+) -> dict[str, jax.Array]:
+    """How far the learner is from the sampler on the tokens that were sampled.
+
+    Args:
+      log_probs: the learner's, any shape.
+      sampler_log_probs: same shape.
+      mask: agent tokens of the whole batch, same shape.
+
+    Returns:
+      Scalars: mean and max of |log-prob difference| and of |probability difference|, KL(sampler ||
+      learner) by k1 and k3, the Pearson correlation of the probabilities (where it is undefined, 1
+      if they are equal and else 0), and the effective sample size of the importance weights as a
+      share of the tokens (1: on policy).
+    """
+    chex.assert_equal_shape([log_probs, sampler_log_probs, mask])
+    chex.assert_type([log_probs, sampler_log_probs], float)
+    mask = jnp.asarray(mask, bool)
+    learner = jnp.where(mask, log_probs, 0.0)
+    sampler = jnp.where(mask, sampler_log_probs, 0.0)
+    tokens = jnp.maximum(mask.sum(), 1)
+
+    def mean(x: jax.Array) -> jax.Array:
+        return jnp.sum(x, where=mask) / tokens
+
+    distance = jnp.abs(learner - sampler)
+    p, q = jnp.exp(learner), jnp.exp(sampler)
+    prob_distance = jnp.abs(p - q)
+    dp, dq = p - mean(p), q - mean(q)
+    norm = jnp.sqrt(mean(dp**2)) * jnp.sqrt(mean(dq**2))
+    undefined = jnp.where(prob_distance.max() == 0, 1.0, 0.0)
+    pearson = jnp.where(norm > 0, mean(dp * dq) / jnp.where(norm > 0, norm, 1.0), undefined)
+    weights = jnp.exp(jnp.clip(learner - sampler, -20.0, 20.0))
+    return {
+        "log_prob_diff_mean": mean(distance),
+        "log_prob_diff_max": distance.max(),
+        "prob_diff_mean": mean(prob_distance),
+        "prob_diff_max": prob_distance.max(),
+        "kl_k1": mean(kl.k1(sampler, learner)),
+        "kl_k3": mean(kl.k3(sampler, learner)),
+        "prob_pearson": pearson,
+        "effective_sample_size": mean(weights) ** 2 / jnp.maximum(mean(weights**2), 1e-30),
+    }

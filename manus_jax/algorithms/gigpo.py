@@ -1,0 +1,191 @@
+"""GiGPO: group-in-group advantages for multi-turn episodes.
+
+The idea: episodes of one task often pass through the very same state. The steps taken from one
+such anchor state form a group of their own, and comparing their discounted returns tells which
+action was good there, without a critic. Clustering the anchors is string work on the host and
+yields integer ids; the maths below runs on those ids under jit.
+
+See "Group-in-Group Policy Optimization for LLM Agent Training", Feng et al.
+(https://arxiv.org/abs/2505.10978).
+"""
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from manus_jax.algorithms import advantages
+
+
+class Steps(NamedTuple):
+    """The steps (agent turns) of B episodes, padded to K a row."""
+
+    rewards: chex.Array  # [B, K]
+    mask: chex.Array  # [B, K], steps that were taken
+    anchor_ids: chex.Array  # int [B, K] in [0, B * K), equal for steps from the same anchor state
+    turn_ids: chex.Array  # int [B, T] in [0, K), the step each token belongs to
+
+
+def _similar(a: str, b: str, threshold: float) -> bool:
+    matcher = SequenceMatcher(None, a, b)
+    # The first two are cheap upper bounds of the ratio.
+    return (
+        matcher.real_quick_ratio() >= threshold
+        and matcher.quick_ratio() >= threshold
+        and matcher.ratio() >= threshold
+    )
+
+
+def cluster_anchors(
+    observations: Sequence[Sequence[str]],
+    group_ids: Sequence[int] | np.ndarray,
+    similarity: float | None = None,
+    num_steps: int | None = None,
+) -> np.ndarray:
+    """Numbers the anchor observations of a batch of episodes (host side).
+
+    Two steps get the same id if their episodes belong to one group and their observations are
+    identical or, with `similarity`, if difflib's ratio between the step's observation and the first
+    one of the cluster reaches it; the earliest such cluster wins.
+
+    Args:
+      observations: for each of B episodes, what the agent saw before each of its steps.
+      group_ids: [B].
+      similarity: None for exact equality, else a threshold in (0, 1].
+      num_steps: K, the padded number of steps; None for the longest episode's.
+
+    Returns:
+      int32 [B, K], ids in [0, B * K); padding holds 0 and is told apart by the steps' mask.
+    """
+    if similarity is not None and not 0.0 < similarity <= 1.0:
+        raise ValueError(f"similarity must be in (0, 1], or None for exact match; got {similarity}")
+    if len(observations) != len(group_ids):
+        raise ValueError(f"{len(observations)} episodes but {len(group_ids)} group_ids")
+    longest = max((len(episode) for episode in observations), default=0)
+    num_steps = longest if num_steps is None else num_steps
+    if longest > num_steps:
+        raise ValueError(f"an episode has {longest} steps, more than num_steps={num_steps}")
+
+    ids = np.zeros((len(observations), num_steps), np.int32)
+    first_of_cluster: dict[int, list[tuple[str, int]]] = {}
+    known: dict[tuple[int, str], int] = {}
+    clusters = 0
+    for row, (episode, group) in enumerate(zip(observations, map(int, group_ids), strict=True)):
+        for step, text in enumerate(episode):
+            found = known.get((group, text))
+            representatives = first_of_cluster.setdefault(group, [])
+            if found is None and similarity is not None:
+                matches = (i for seen, i in representatives if _similar(seen, text, similarity))
+                found = next(matches, None)
+            if found is None:
+                found = clusters
+                clusters += 1
+                representatives.append((text, found))
+            known[group, text] = ids[row, step] = found
+    return ids
+
+
+def step_returns(rewards: chex.Array, step_mask: chex.Array, gamma: float) -> jax.Array:
+    """Discounted return of each step, R_k = r_k + gamma R_{k+1}, inside its own episode.
+
+    Args:
+      rewards: [B, K].
+      step_mask: steps that were taken, [B, K].
+      gamma: discount per step.
+
+    Returns:
+      [B, K]; 0 at padding.
+    """
+    chex.assert_rank([rewards, step_mask], 2)
+    return jax.vmap(advantages.rewards_to_go, (0, 0, None))(rewards, step_mask, gamma)
+
+
+def step_advantages(
+    returns: chex.Array,
+    step_mask: chex.Array,
+    anchor_ids: chex.Array,
+    normalize_by_std: bool = False,
+    eps: float = 1e-6,
+) -> jax.Array:
+    """Each step's return relative to the other steps from the same anchor state.
+
+    Args:
+      returns: discounted step returns, [B, K].
+      step_mask: steps that count, [B, K].
+      anchor_ids: int, [B, K], in [0, B * K).
+      normalize_by_std: False subtracts the cluster's mean (mean_norm), True divides by its std as
+        well (mean_std_norm).
+      eps: added to the std.
+
+    Returns:
+      [B, K]; 0 for a step that is alone in its cluster, and at padding.
+    """
+    chex.assert_rank([returns, step_mask, anchor_ids], 2)
+    chex.assert_equal_shape([returns, step_mask, anchor_ids])
+    flat = (jnp.ravel(returns), jnp.ravel(anchor_ids), jnp.ravel(step_mask))
+    relative = advantages.grpo(*flat, normalize_by_std=normalize_by_std, eps=eps)
+    shared = advantages.group_statistics(*flat).size > 1
+    return jnp.where(shared, relative, 0.0).reshape(returns.shape)
+
+
+def gigpo(
+    scores: chex.Array,
+    group_ids: chex.Array,
+    valid: chex.Array,
+    steps: Steps,
+    gamma: float,
+    step_weight: float = 1.0,
+    normalize_by_std: bool = False,
+    eps: float = 1e-6,
+) -> jax.Array:
+    """A = A_episode + step_weight A_step for each step.
+
+    The episode part is GRPO's over whole episodes, each counted once however many steps it took.
+
+    Args:
+      scores: one per episode, [B].
+      group_ids: int, [B], in [0, B).
+      valid: [B]; False rows count in neither part and get 0.
+      steps: see `Steps`.
+      gamma: discount per step of the step returns.
+      step_weight: omega.
+      normalize_by_std: in both parts; False is mean_norm, True mean_std_norm.
+      eps: added to the std.
+
+    Returns:
+      [B, K], one advantage a step; 0 at padding.
+    """
+    chex.assert_equal_shape([steps.rewards, steps.mask, steps.anchor_ids])
+    chex.assert_equal_shape_prefix([scores, steps.rewards], 1)
+    counted = jnp.asarray(steps.mask, bool) & jnp.asarray(valid, bool)[:, None]
+    episode = advantages.grpo(scores, group_ids, valid, normalize_by_std, eps)
+    step = step_advantages(
+        step_returns(steps.rewards, steps.mask, gamma),
+        counted,
+        steps.anchor_ids,
+        normalize_by_std,
+        eps,
+    )
+    return jnp.where(counted, episode[:, None] + step_weight * step, 0.0)
+
+
+def to_tokens(adv_BK: chex.Array, turn_ids: chex.Array, mask: chex.Array) -> jax.Array:
+    """Hands each step's advantage to the agent tokens of its turn.
+
+    Args:
+      adv_BK: [B, K].
+      turn_ids: int, [B, T], in [0, K) at agent tokens.
+      mask: agent tokens, [B, T].
+
+    Returns:
+      [B, T]; 0 outside the mask.
+    """
+    chex.assert_rank([adv_BK, turn_ids, mask], 2)
+    chex.assert_type(turn_ids, int)
+    mask = jnp.asarray(mask, bool)
+    turns = jnp.where(mask, turn_ids, 0)
+    return jnp.where(mask, jnp.take_along_axis(adv_BK, turns, axis=1), 0.0)

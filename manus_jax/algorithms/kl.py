@@ -1,0 +1,180 @@
+"""KL divergence to a reference policy: estimators, the penalty in the reward, and its controllers.
+
+An estimator is elementwise on the log-probs of sampled tokens, d = log pi - log pi_ref. k1 and k3
+estimate the divergence without bias, but only k2's gradient is, in expectation, the gradient of the
+divergence; `k3_value_k2_gradient` takes the one's value and the other's gradient.
+
+See "Approximating KL Divergence", Schulman (http://joschu.net/blog/kl-approx.html).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+Estimator = Callable[[chex.Array, chex.Array], jax.Array]
+
+
+def _difference(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
+    chex.assert_equal_shape([log_probs, ref_log_probs])
+    chex.assert_type([log_probs, ref_log_probs], float)
+    return jnp.asarray(log_probs) - ref_log_probs
+
+
+def k1(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
+    """d. Arguments and result share any shape."""
+    return _difference(log_probs, ref_log_probs)
+
+
+def absolute(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
+    """|d|. Arguments and result share any shape."""
+    return jnp.abs(_difference(log_probs, ref_log_probs))
+
+
+def k2(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
+    """d² / 2. Arguments and result share any shape."""
+    return 0.5 * _difference(log_probs, ref_log_probs) ** 2
+
+
+def k3(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
+    """exp(-d) - 1 + d, with d clamped to ±20 and the result to ±10.
+
+    Arguments and result share any shape.
+    """
+    d = jnp.clip(_difference(log_probs, ref_log_probs), -20.0, 20.0)
+    return jnp.clip(jnp.exp(-d) - 1.0 + d, -10.0, 10.0)
+
+
+def k3_value_k2_gradient(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
+    """k3's value with k2's gradient, straight through.
+
+    Arguments and result share any shape.
+    """
+    surrogate = k2(log_probs, ref_log_probs)
+    value = jax.lax.stop_gradient(k3(log_probs, ref_log_probs) - surrogate)
+    return value + surrogate
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "k1": k1,
+    "kl": k1,
+    "abs": absolute,
+    "k2": k2,
+    "mse": k2,
+    "k3": k3,
+    "low_var_kl": k3,
+    "k3+": k3_value_k2_gradient,
+    "low_var_kl+": k3_value_k2_gradient,
+}
+
+
+def get_estimator(name: str) -> Estimator:
+    """The estimator called `name`."""
+    if name not in ESTIMATORS:
+        raise ValueError(f"unknown KL estimator {name!r}; there are {', '.join(ESTIMATORS)}")
+    return ESTIMATORS[name]
+
+
+def kl_in_reward(
+    token_rewards: chex.Array, kl_t: chex.Array, mask: chex.Array, beta: float | chex.Array
+) -> jax.Array:
+    """Token rewards minus beta times the KL of each agent token.
+
+    Args:
+      token_rewards: [B, T].
+      kl_t: an estimator's values, [B, T].
+      mask: agent tokens, [B, T].
+      beta: coefficient.
+
+    Returns:
+      [B, T]; outside the mask the rewards as they were.
+    """
+    chex.assert_rank([token_rewards, kl_t, mask], 2)
+    chex.assert_equal_shape([token_rewards, kl_t, mask])
+    chex.assert_type([token_rewards, kl_t], float)
+    return token_rewards - jnp.where(jnp.asarray(mask, bool), beta * kl_t, 0.0)
+
+
+def observed_kl(kl_t: chex.Array, mask: chex.Array) -> jax.Array:
+    """What a controller is shown: the mean over rows of each row's mean over agent tokens.
+
+    Args:
+      kl_t: [B, T].
+      mask: agent tokens, [B, T]; rows without any do not count.
+
+    Returns:
+      A scalar.
+    """
+    chex.assert_rank([kl_t, mask], 2)
+    chex.assert_equal_shape([kl_t, mask])
+    mask = jnp.asarray(mask, bool)
+    tokens = mask.sum(-1)
+    row_mean = jnp.sum(kl_t, axis=-1, where=mask) / jnp.maximum(tokens, 1)
+    return row_mean.sum() / jnp.maximum((tokens > 0).sum(), 1)
+
+
+@dataclass(frozen=True)
+class FixedKL:
+    """A coefficient that stays."""
+
+    coef: float
+
+    def __post_init__(self) -> None:
+        if self.coef < 0:
+            raise ValueError(f"KL coef must not be negative, got {self.coef}")
+
+    def update(self, observed: float, n_rows: int) -> "FixedKL":
+        return self
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """A coefficient that moves to hold the observed KL at a target.
+
+    See "Fine-Tuning Language Models from Human Preferences", Ziegler et al.
+    (https://arxiv.org/abs/1909.08593).
+    """
+
+    coef: float
+    target: float
+    horizon: float
+
+    def __post_init__(self) -> None:
+        if self.coef <= 0 or self.target <= 0 or self.horizon <= 0:
+            raise ValueError(f"adaptive KL needs coef, target and horizon above 0, got {self}")
+
+    def update(self, observed: float, n_rows: int) -> "AdaptiveKL":
+        """coef times 1 + e n_rows / horizon, e = clip(observed / target - 1, ±0.2).
+
+        One batch never more than halves it: with a horizon far below the batch size the factor
+        would turn negative, and the penalty into a reward.
+        """
+        error = min(max(float(observed) / self.target - 1.0, -0.2), 0.2)
+        factor = max(1.0 + error * n_rows / self.horizon, 0.5)
+        return dataclasses.replace(self, coef=self.coef * factor)
+
+
+KLController = FixedKL | AdaptiveKL
+_CONTROLLERS: dict[str, type[FixedKL] | type[AdaptiveKL]] = {
+    "fixed": FixedKL,
+    "adaptive": AdaptiveKL,
+}
+
+
+def controller_to_json(controller: KLController) -> dict[str, Any]:
+    """The controller as plain JSON values, for a checkpoint."""
+    kind = next(name for name, cls in _CONTROLLERS.items() if type(controller) is cls)
+    return {"type": kind, **dataclasses.asdict(controller)}
+
+
+def controller_from_json(state: dict[str, Any]) -> KLController:
+    """The inverse of `controller_to_json`; also builds a controller from configured values."""
+    settings = dict(state)
+    kind = settings.pop("type", None)
+    if kind not in _CONTROLLERS:
+        raise ValueError(f"unknown KL controller {kind!r}; there are {', '.join(_CONTROLLERS)}")
+    return _CONTROLLERS[kind](**settings)

@@ -1,0 +1,411 @@
+"""The algorithms by name, each a composition of parts. This is the one place to read them.
+
+A recipe names an advantage, a policy loss, an aggregation and corrections, with their settings.
+`compute_advantages` and `policy_loss` are all that the rest of the program calls, and neither knows
+one algorithm from another. To change a setting, `dataclasses.replace(get_recipe("grpo"), ...)`. To
+add an algorithm, `register_recipe(Recipe("mine", advantage=..., loss=...))`, after
+`register_advantage` or `register_policy_loss` on a function where the parts here do not do.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from manus_jax.algorithms import advantages, gigpo, kl, losses
+from manus_jax.algorithms.aggregation import MODES
+from manus_jax.algorithms.corrections import CORRECTIONS, Correction, importance_weights
+
+KL_PLACEMENTS = ("none", "reward", "loss")
+
+
+def _check_known(what: str, name: str, names: Collection[str]) -> None:
+    if name not in names:
+        raise ValueError(f"unknown {what} {name!r}; there are {', '.join(names)}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An algorithm. Frozen and hashable: it can be a static argument of a jitted function."""
+
+    name: str
+    advantage: str
+    gamma: float = 1.0  # discount per agent token; per step for gigpo
+    lam: float = 1.0
+    normalize_by_std: bool = True  # in groups
+    step_weight: float = 1.0  # omega of gigpo
+    whiten: bool = False  # the advantages of the whole batch, over its agent tokens
+
+    loss: str = "ppo_clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = 3.0
+    entropy_coef: float = 0.0
+    corrections: tuple[Correction, ...] = (CORRECTIONS["token_tis"],)
+    aggregation: str = "token-mean"
+
+    kl_placement: str = "none"
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    dynamic_sampling: bool = False  # replace groups whose outcomes are all equal
+
+    def __post_init__(self) -> None:
+        _check_known("advantage", self.advantage, ADVANTAGES)
+        _check_known("policy loss", self.loss, POLICY_LOSSES)
+        _check_known("loss aggregation", self.aggregation, MODES)
+        _check_known("KL placement", self.kl_placement, KL_PLACEMENTS)
+        _check_known("KL estimator", self.kl_estimator, kl.ESTIMATORS)
+        if (self.kl_placement == "none") != (self.kl_coef == 0.0):
+            raise ValueError(
+                f"recipe {self.name!r}: kl_placement={self.kl_placement!r} does not go with "
+                f"kl_coef={self.kl_coef}; set both, or 'none' and 0"
+            )
+        if self.dual_clip and self.dual_clip <= 1.0:
+            raise ValueError(f"recipe {self.name!r}: dual_clip={self.dual_clip} is not above 1")
+
+    @property
+    def needs_critic(self) -> bool:
+        return "values" in ADVANTAGES[self.advantage].needs
+
+    @property
+    def needs_greedy_baseline(self) -> bool:
+        return "greedy_scores" in ADVANTAGES[self.advantage].needs
+
+    @property
+    def needs_step_groups(self) -> bool:
+        return "steps" in ADVANTAGES[self.advantage].needs
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether it compares several episodes of one task."""
+        return "groups" in ADVANTAGES[self.advantage].needs
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_placement != "none"
+
+    @property
+    def loss_fields(self) -> tuple[str, ...]:
+        """The arrays that its policy loss wants."""
+        sequence_level = any(correction.level != "token" for correction in self.corrections)
+        wanted = {
+            "old_log_probs": True,
+            "advantages": True,
+            "mask": True,
+            "segment_ids": sequence_level or "segment_ids" in POLICY_LOSSES[self.loss].needs,
+            "sampler_log_probs": bool(self.corrections),
+            "ref_log_probs": self.kl_placement == "loss",
+            "entropy": self.entropy_coef != 0.0,
+        }
+        return tuple(name for name, needed in wanted.items() if needed)
+
+
+class Episodes(NamedTuple):
+    """A padded batch of B episodes of T tokens, as an advantage sees it."""
+
+    token_rewards: jax.Array  # [B, T], 0 outside the mask
+    mask: jax.Array  # bool [B, T], agent tokens of valid rows
+    scores: jax.Array  # [B], the sum of each row's token rewards
+    group_ids: jax.Array  # int [B] in [0, B)
+    valid: jax.Array  # bool [B]
+    values: jax.Array | None  # [B, T]
+    greedy_scores: jax.Array | None  # [B]
+    steps: gigpo.Steps | None
+
+
+# Advantages, [B, T] or [B] (the same for every token), and returns for the critic, [B, T] or None.
+AdvantagesAndReturns = tuple[jax.Array, jax.Array | None]
+AdvantageFn = Callable[[Recipe, Episodes], AdvantagesAndReturns]
+
+
+class Advantage(NamedTuple):
+    fn: AdvantageFn
+    needs: frozenset[str]
+
+
+ADVANTAGES: dict[str, Advantage] = {}
+
+
+def register_advantage(name: str, *needs: str) -> Callable[[AdvantageFn], AdvantageFn]:
+    """Decorator: makes `fn(recipe, episodes)` an advantage by name.
+
+    needs: any of groups (several episodes of one task), values, greedy_scores, steps.
+    """
+
+    def register(fn: AdvantageFn) -> AdvantageFn:
+        ADVANTAGES[name] = Advantage(fn, frozenset(needs))
+        return fn
+
+    return register
+
+
+@register_advantage("gae", "values")
+def _gae(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
+    over_rows = jax.vmap(advantages.gae, (0, 0, 0, None, None))
+    return over_rows(e.token_rewards, e.values, e.mask, recipe.gamma, recipe.lam)
+
+
+@register_advantage("rewards_to_go")
+def _rewards_to_go(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
+    over_rows = jax.vmap(advantages.rewards_to_go, (0, 0, None))
+    return over_rows(e.token_rewards, e.mask, recipe.gamma), None
+
+
+@register_advantage("remax", "greedy_scores")
+def _remax(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
+    to_go, _ = _rewards_to_go(recipe, e)
+    return advantages.remax(to_go, e.greedy_scores), None
+
+
+@register_advantage("grpo", "groups")
+def _grpo(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
+    return advantages.grpo(e.scores, e.group_ids, e.valid, recipe.normalize_by_std), None
+
+
+@register_advantage("grpo_passk", "groups")
+def _grpo_passk(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
+    return advantages.grpo_passk(e.scores, e.group_ids, e.valid, recipe.normalize_by_std), None
+
+
+@register_advantage("rloo", "groups")
+def _rloo(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
+    return advantages.rloo(e.scores, e.group_ids, e.valid), None
+
+
+@register_advantage("reinforce_pp_baseline", "groups")
+def _reinforce_pp_baseline(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
+    return advantages.reinforce_pp_baseline(e.scores, e.group_ids, e.valid, e.mask), None
+
+
+@register_advantage("gigpo", "groups", "steps")
+def _gigpo(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
+    assert e.steps is not None
+    settings = (recipe.gamma, recipe.step_weight, recipe.normalize_by_std)
+    per_step = gigpo.gigpo(e.scores, e.group_ids, e.valid, e.steps, *settings)
+    return gigpo.to_tokens(per_step, e.steps.turn_ids, e.mask), None
+
+
+def compute_advantages(
+    recipe: Recipe,
+    token_rewards: chex.Array,
+    mask: chex.Array,
+    group_ids: chex.Array,
+    valid: chex.Array,
+    values: chex.Array | None = None,
+    greedy_scores: chex.Array | None = None,
+    steps: gigpo.Steps | None = None,
+) -> AdvantagesAndReturns:
+    """Advantages of a padded batch of episodes.
+
+    Args:
+      recipe: static under jit.
+      token_rewards: [B, T], any KL penalty already inside; only agent tokens count.
+      mask: agent tokens, [B, T].
+      group_ids: the task of each episode, int, [B], in [0, B).
+      valid: [B]; False rows (failed, padding) leave every number untouched and get 0.
+      values: the critic's, [B, T], if the recipe needs one.
+      greedy_scores: score of a greedy episode of the same task, [B], if the recipe needs it.
+      steps: if the recipe needs step groups.
+
+    Returns:
+      (advantages [B, T], returns [B, T] for the critic or None), 0 outside the mask.
+    """
+    advantage = ADVANTAGES[recipe.advantage]
+    given = {"values": values, "greedy_scores": greedy_scores, "steps": steps}
+    missing = [name for name, value in given.items() if value is None and name in advantage.needs]
+    if missing:
+        raise ValueError(f"recipe {recipe.name!r} needs {', '.join(missing)}; got None")
+    chex.assert_rank([token_rewards, mask, group_ids, valid], [2, 2, 1, 1])
+    chex.assert_equal_shape([token_rewards, mask])
+    chex.assert_type([token_rewards, group_ids], [float, int])
+
+    valid = jnp.asarray(valid, bool)
+    mask = jnp.asarray(mask, bool) & valid[:, None]
+    token_rewards = jnp.where(mask, token_rewards, 0.0).astype(jnp.float32)
+    episodes = Episodes(
+        token_rewards=token_rewards,
+        mask=mask,
+        scores=token_rewards.sum(-1),
+        group_ids=jnp.asarray(group_ids),
+        valid=valid,
+        values=values,
+        greedy_scores=greedy_scores,
+        steps=steps,
+    )
+    adv, returns = advantage.fn(recipe, episodes)
+    adv = jnp.broadcast_to(adv[:, None], mask.shape) if adv.ndim == 1 else adv
+    return advantages.whiten(adv, mask) if recipe.whiten else jnp.where(mask, adv, 0.0), returns
+
+
+class Tokens(NamedTuple):
+    """Packed rows, [rows, length], as a policy loss sees them; floats are 0 outside the mask."""
+
+    log_probs: jax.Array
+    old_log_probs: jax.Array
+    advantages: jax.Array
+    mask: jax.Array  # bool
+    segment_ids: jax.Array | None  # int in [0, num_segments), each row numbered on its own
+    num_segments: int
+
+
+PolicyLossFn = Callable[[Recipe, Tokens], losses.LossAndStats]
+
+
+class PolicyLoss(NamedTuple):
+    fn: PolicyLossFn
+    needs: frozenset[str]
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {}
+
+
+def register_policy_loss(name: str, *needs: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
+    """Decorator: makes `fn(recipe, tokens)` a policy loss by name.
+
+    needs: segment_ids, or nothing.
+    """
+
+    def register(fn: PolicyLossFn) -> PolicyLossFn:
+        POLICY_LOSSES[name] = PolicyLoss(fn, frozenset(needs))
+        return fn
+
+    return register
+
+
+@register_policy_loss("ppo_clip")
+def _ppo_clip(r: Recipe, t: Tokens) -> losses.LossAndStats:
+    return losses.ppo_clip(
+        t.log_probs, t.old_log_probs, t.advantages, r.clip_low, r.clip_high, r.dual_clip
+    )
+
+
+@register_policy_loss("gspo", "segment_ids")
+def _gspo(r: Recipe, t: Tokens) -> losses.LossAndStats:
+    return losses.gspo(*t, r.clip_low, r.clip_high)
+
+
+@register_policy_loss("cispo")
+def _cispo(r: Recipe, t: Tokens) -> losses.LossAndStats:
+    return losses.cispo(t.log_probs, t.old_log_probs, t.advantages, r.clip_low, r.clip_high)
+
+
+@register_policy_loss("reinforce")
+def _reinforce(r: Recipe, t: Tokens) -> losses.LossAndStats:
+    return losses.reinforce(t.log_probs, t.old_log_probs, t.advantages)
+
+
+def policy_loss(
+    recipe: Recipe, num_segments: int | None = None
+) -> Callable[[chex.Array, Mapping[str, chex.Array]], losses.LossAndStats]:
+    """The recipe's loss as a function of the policy's log-probs, for use inside a jitted step.
+
+    Policy loss times corrections, plus the KL loss, minus the entropy bonus, per token.
+
+    Args:
+      recipe: what to compose.
+      num_segments: static bound on the segments in a row; None takes the row's length plus one.
+
+    Returns:
+      `(log_probs, fields) -> (loss_t, stats)`, all arrays [rows, length]. `fields` holds those that
+      `recipe.loss_fields` names, the entropy being the policy's own, with its gradient. Outside the
+      mask everything is 0, gradients too, whatever the arrays hold there.
+    """
+
+    def loss_fn(log_probs: chex.Array, fields: Mapping[str, chex.Array]) -> losses.LossAndStats:
+        missing = [name for name in recipe.loss_fields if name not in fields]
+        if missing:
+            raise ValueError(f"recipe {recipe.name!r} wants {', '.join(missing)} in fields")
+        chex.assert_rank(log_probs, 2)
+        chex.assert_equal_shape([log_probs, *(fields[name] for name in recipe.loss_fields)])
+        mask = jnp.asarray(fields["mask"], bool)
+
+        def on_mask(x: chex.Array) -> jax.Array:
+            return jnp.where(mask, x, 0.0).astype(jnp.float32)
+
+        t = Tokens(
+            log_probs=on_mask(log_probs),
+            old_log_probs=on_mask(fields["old_log_probs"]),
+            advantages=on_mask(fields["advantages"]),
+            mask=mask,
+            segment_ids=fields.get("segment_ids"),
+            num_segments=num_segments or log_probs.shape[1] + 1,
+        )
+        loss_t, stats = POLICY_LOSSES[recipe.loss].fn(recipe, t)
+        for correction in recipe.corrections:
+            sampler_log_probs = on_mask(fields["sampler_log_probs"])
+            weights, changed = importance_weights(
+                correction, t.old_log_probs, sampler_log_probs, mask, t.segment_ids, t.num_segments
+            )
+            loss_t = loss_t * weights
+            stats["is_weight"] = stats.get("is_weight", 1.0) * weights
+            stats["is_changed"] = jnp.maximum(stats.get("is_changed", 0.0), changed)
+        stats["pg_loss"] = loss_t
+        if recipe.kl_placement == "loss":
+            kl_t, kl_stats = losses.kl_loss(
+                t.log_probs, on_mask(fields["ref_log_probs"]), recipe.kl_coef, recipe.kl_estimator
+            )
+            loss_t, stats = loss_t + kl_t, stats | kl_stats
+        if recipe.entropy_coef:
+            bonus_t, entropy_stats = losses.entropy_bonus(fields["entropy"], recipe.entropy_coef)
+            loss_t, stats = loss_t + bonus_t, stats | entropy_stats
+        stats = {name: jax.lax.stop_gradient(on_mask(value)) for name, value in stats.items()}
+        return on_mask(loss_t), stats
+
+    return loss_fn
+
+
+RECIPES: dict[str, Recipe] = {}
+
+
+def register_recipe(recipe: Recipe) -> Recipe:
+    """Makes the recipe known by its name."""
+    if recipe.name in RECIPES:
+        raise ValueError(
+            f"there is a recipe {recipe.name!r} already; give the new one its own name"
+        )
+    RECIPES[recipe.name] = recipe
+    return recipe
+
+
+def get_recipe(name: str) -> Recipe:
+    """The recipe called `name`."""
+    _check_known("recipe", name, RECIPES)
+    return RECIPES[name]
+
+
+def _with_kl(placement: str, coef: float, estimator: str, recipe: Recipe) -> Recipe:
+    return replace(recipe, kl_placement=placement, kl_coef=coef, kl_estimator=estimator)
+
+
+for _recipe in (
+    _with_kl("reward", 0.001, "k1", Recipe("ppo", "gae", whiten=True)),
+    _with_kl("loss", 0.001, "k3", Recipe("grpo", "grpo")),
+    # Neither std nor length in the denominators: the two biases of GRPO that the paper removes.
+    Recipe("dr_grpo", "grpo", normalize_by_std=False, aggregation="seq-mean-token-sum-norm"),
+    # Clip-higher, every token the same weight, no KL, only groups that teach something.
+    Recipe("dapo", "grpo", clip_high=0.28, dual_clip=None, dynamic_sampling=True),
+    Recipe(
+        "gspo",
+        "grpo",
+        loss="gspo",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        dual_clip=None,
+        corrections=(CORRECTIONS["geometric_tis"],),
+        aggregation="seq-mean-token-mean",
+    ),
+    # The weight has no lower bound; the upper one, 5, is that of arxiv.org/abs/2510.13786.
+    Recipe("cispo", "grpo", loss="cispo", clip_low=1.0, clip_high=4.0, dual_clip=None),
+    # While the ratio is 1 the clipped loss has REINFORCE's gradient; once it is not, the clip keeps
+    # the next four inside a trust region.
+    _with_kl("reward", 0.001, "k1", Recipe("rloo", "rloo")),
+    _with_kl("reward", 0.001, "k1", Recipe("remax", "remax")),
+    _with_kl("reward", 0.001, "k1", Recipe("reinforce_pp", "rewards_to_go", whiten=True)),
+    _with_kl("loss", 0.001, "k2", Recipe("reinforce_pp_baseline", "reinforce_pp_baseline")),
+    _with_kl("loss", 0.01, "k3", Recipe("gigpo", "gigpo", gamma=0.95, normalize_by_std=False)),
+    _with_kl("loss", 0.001, "k3", Recipe("grpo_passk", "grpo_passk")),
+):
+    register_recipe(_recipe)

@@ -1,0 +1,156 @@
+"""Allocation of an episode's reward to the tokens of the agent.
+
+One sequence at a time; `allocate` batches them. Whatever the allocation, the token rewards sit on
+agent tokens alone and add up to the episode's reward (a sequence without an agent token has nowhere
+to put it and gets none).
+
+Turn ids say which turn of the agent each token belongs to: ints in [0, T), never falling along the
+sequence; only those of agent tokens are looked at.
+"""
+
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+
+
+def _check(mask_t: chex.Array, turn_ids_t: chex.Array) -> tuple[jax.Array, jax.Array]:
+    chex.assert_rank([mask_t, turn_ids_t], 1)
+    chex.assert_equal_shape([mask_t, turn_ids_t])
+    chex.assert_type(turn_ids_t, int)
+    mask_t = jnp.asarray(mask_t, bool)
+    return mask_t, jnp.where(mask_t, turn_ids_t, 0)
+
+
+def _is_last(mask_t: jax.Array) -> jax.Array:
+    later = jnp.cumsum(mask_t[::-1])[::-1] - mask_t
+    return mask_t & (later == 0)
+
+
+def last_token(
+    mask_t: chex.Array, turn_ids_t: chex.Array, episode_reward: float | chex.Array
+) -> jax.Array:
+    """All of the reward on the last agent token.
+
+    Args:
+      mask_t: agent tokens, [T].
+      turn_ids_t: int, [T].
+      episode_reward: a scalar.
+
+    Returns:
+      Token rewards, [T].
+    """
+    mask_t, _ = _check(mask_t, turn_ids_t)
+    return jnp.where(_is_last(mask_t), episode_reward, 0.0)
+
+
+def uniform_positive(
+    mask_t: chex.Array, turn_ids_t: chex.Array, episode_reward: float | chex.Array
+) -> jax.Array:
+    """A positive reward in equal parts on every agent token, a negative one on the last.
+
+    Arguments and result as in `last_token`.
+    """
+    mask_t, _ = _check(mask_t, turn_ids_t)
+    share = episode_reward / jnp.maximum(mask_t.sum(), 1)
+    blame = jnp.where(_is_last(mask_t), episode_reward, 0.0)
+    return jnp.where(jnp.asarray(episode_reward) > 0, jnp.where(mask_t, share, 0.0), blame)
+
+
+def discounted(
+    mask_t: chex.Array, turn_ids_t: chex.Array, episode_reward: float | chex.Array, gamma: float
+) -> jax.Array:
+    """Turns share the reward in proportion to gamma to the number of agent tokens after the turn.
+
+    Within a turn the share is spread evenly. The shares are normalised, so gamma 1 gives every turn
+    the same and the sum is the episode's reward, not that times the number of turns.
+
+    Args:
+      mask_t, turn_ids_t, episode_reward: as in `last_token`.
+      gamma: discount per agent token, in [0, 1].
+
+    Returns:
+      Token rewards, [T].
+    """
+    mask_t, turn_ids_t = _check(mask_t, turn_ids_t)
+    turns = mask_t.shape[0]
+    tokens = jax.ops.segment_sum(mask_t.astype(jnp.float32), turn_ids_t, turns)
+    tokens_after = tokens.sum() - jnp.cumsum(tokens)
+    share = jnp.where(tokens > 0, jnp.power(jnp.float32(gamma), tokens_after), 0.0)
+    share = share / jnp.maximum(share.sum(), jnp.finfo(jnp.float32).tiny)
+    per_token = (share / jnp.maximum(tokens, 1.0))[turn_ids_t]
+    return jnp.where(mask_t, episode_reward * per_token, 0.0)
+
+
+def per_turn(
+    mask_t: chex.Array,
+    turn_ids_t: chex.Array,
+    episode_reward: float | chex.Array,
+    step_rewards: chex.Array,
+) -> jax.Array:
+    """Each step's reward on the last agent token of its turn; the rest of the total on the last.
+
+    A turn without an agent token passes its reward to the nearest agent token before it, or to the
+    first one of the sequence.
+
+    Args:
+      mask_t, turn_ids_t, episode_reward: as in `last_token`.
+      step_rewards: reward of each turn, [K], zeros at padding; every turn id is below K.
+
+    Returns:
+      Token rewards, [T].
+    """
+    mask_t, turn_ids_t = _check(mask_t, turn_ids_t)
+    chex.assert_rank(step_rewards, 1)
+    chex.assert_type(step_rewards, float)
+    positions = jnp.where(mask_t, jnp.arange(mask_t.shape[0]), -1)
+    last_of_turn = jax.ops.segment_max(positions, turn_ids_t, step_rewards.shape[0])
+    last_so_far = jax.lax.cummax(jnp.maximum(last_of_turn, -1))
+    target = jnp.where(last_so_far >= 0, last_so_far, jnp.argmax(mask_t))
+    placed = jnp.zeros(mask_t.shape, jnp.float32).at[target].add(step_rewards)
+    rest = jnp.where(_is_last(mask_t), episode_reward - step_rewards.sum(), 0.0)
+    return jnp.where(mask_t, placed, 0.0) + rest
+
+
+Allocation = Callable[[chex.Array, chex.Array, chex.Array, chex.Array, float], jax.Array]
+
+# Each under one signature: (mask_t, turn_ids_t, episode_reward, step_rewards, gamma).
+ALLOCATIONS: dict[str, Allocation] = {
+    "last_token": lambda mask, turns, total, steps, gamma: last_token(mask, turns, total),
+    "uniform_positive": lambda mask, turns, total, steps, gamma: uniform_positive(
+        mask, turns, total
+    ),
+    "discounted": lambda mask, turns, total, steps, gamma: discounted(mask, turns, total, gamma),
+    "per_turn": lambda mask, turns, total, steps, gamma: per_turn(mask, turns, total, steps),
+}
+
+
+def allocate(
+    name: str,
+    mask: chex.Array,
+    turn_ids: chex.Array,
+    episode_rewards: chex.Array,
+    step_rewards: chex.Array,
+    gamma: float = 1.0,
+) -> jax.Array:
+    """Token rewards of a padded batch of episodes by the allocation called `name`.
+
+    Args:
+      name: a key of ALLOCATIONS.
+      mask: agent tokens, [B, T].
+      turn_ids: int, [B, T].
+      episode_rewards: [B].
+      step_rewards: [B, K]; only per_turn reads them.
+      gamma: discount per agent token; only discounted reads it.
+
+    Returns:
+      [B, T].
+    """
+    if name not in ALLOCATIONS:
+        raise ValueError(f"unknown reward allocation {name!r}; there are {', '.join(ALLOCATIONS)}")
+    chex.assert_rank([mask, turn_ids, episode_rewards, step_rewards], [2, 2, 1, 2])
+    allocation = ALLOCATIONS[name]
+    return jax.vmap(allocation, (0, 0, 0, 0, None))(
+        mask, turn_ids, episode_rewards, step_rewards, gamma
+    )
