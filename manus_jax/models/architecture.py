@@ -1,0 +1,200 @@
+"""What a decoder looks like, read from a Hugging Face `config.json`.
+
+Qwen2/2.5, Qwen3 and Llama 3 (SmolLM2 is one) are one decoder with a few switches, so an
+`Architecture` is those switches and nothing else. A setting that this decoder does not compute is
+refused here, by name, rather than ignored.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+FAMILIES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
+
+
+class ModelError(ValueError):
+    """A model that cannot be used, with the reason and the remedy in one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretching of the rotary wavelengths."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-6
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = True
+    max_positions: int = 32_768
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ModelError(f"unknown model family {self.family!r}; there are {list(FAMILIES)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} "
+                "key-value heads evenly"
+            )
+        if self.head_dim % 2:
+            raise ModelError(f"head_dim {self.head_dim} is odd; rotary embeddings need an even one")
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters, the tied head counted once."""
+        d, f, q, kv = (
+            self.hidden_size,
+            self.intermediate_size,
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+        )
+        layer = 2 * d + 2 * q * d + 2 * kv * d + 3 * f * d
+        layer += (q + 2 * kv) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
+        embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
+        return self.num_layers * layer + embeddings + d
+
+
+def from_hf_config(config: dict[str, Any], source: str = "config.json") -> Architecture:
+    """Reads the dict of a Hugging Face `config.json`."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ModelError(
+            f"{source}: architecture {family!r} is not supported; there are {list(FAMILIES)}"
+        )
+    _refuse_unsupported(config, family, source)
+    try:
+        heads = int(config["num_attention_heads"])
+        hidden = int(config["hidden_size"])
+        rope = _rope_parameters(config)
+        scaling = _rope_scaling(rope, source)
+        defaults = _FAMILY_DEFAULTS[family]
+        return Architecture(
+            family=family,
+            vocab_size=int(config["vocab_size"]),
+            hidden_size=hidden,
+            intermediate_size=int(config["intermediate_size"]),
+            num_layers=int(config["num_hidden_layers"]),
+            num_heads=heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or defaults.get("head_dim") or hidden // heads),
+            rope_theta=float(rope.get("rope_theta") or 10_000.0),
+            rope_scaling=scaling,
+            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            qkv_bias=family == "qwen2",
+            qk_norm=family == "qwen3",
+            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            max_positions=int(config.get("max_position_embeddings", 32_768)),
+            initializer_range=float(config.get("initializer_range", 0.02)),
+        )
+    except KeyError as error:
+        raise ModelError(f"{source}: the setting {error.args[0]!r} is missing") from None
+
+
+# Qwen3 fixes its head size apart from hidden_size / heads when config.json leaves it out.
+_FAMILY_DEFAULTS: dict[str, dict[str, int]] = {"qwen2": {}, "qwen3": {"head_dim": 128}, "llama": {}}
+
+
+def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """Rope settings, from the newer `rope_parameters` or the older pair of keys."""
+    if config.get("rope_parameters"):
+        return dict(config["rope_parameters"])
+    return {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
+
+
+def _rope_scaling(rope: dict[str, Any], source: str) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ModelError(
+            f"{source}: rope scaling {kind!r} is not supported; there are default and llama3"
+        )
+    return RopeScaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+    )
+
+
+def _refuse_unsupported(config: dict[str, Any], family: str, source: str) -> None:
+    refused = {
+        "use_sliding_window": "sliding-window attention",
+        "mlp_bias": "biases in the MLP",
+        "quantization_config": "quantised weights",
+    }
+    for key, what in refused.items():
+        if config.get(key):
+            raise ModelError(f"{source}: {key} is set, and {what} is not supported")
+    if config.get("attention_bias"):
+        raise ModelError(f"{source}: attention_bias is set, which {family} here does not compute")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"{source}: activation {config['hidden_act']!r} is not supported (silu)")
+
+
+def to_hf_config(arch: Architecture, dtype: str = "float32") -> dict[str, Any]:
+    """A `config.json` that transformers and vLLM load, for models that began here."""
+    rope: dict[str, Any] = {"rope_theta": arch.rope_theta, "rope_type": "default"}
+    if arch.rope_scaling is not None:
+        rope |= {"rope_type": "llama3", **dataclasses.asdict(arch.rope_scaling)}
+    config: dict[str, Any] = {
+        "architectures": [FAMILIES[arch.family]],
+        "model_type": arch.family,
+        "vocab_size": arch.vocab_size,
+        "hidden_size": arch.hidden_size,
+        "intermediate_size": arch.intermediate_size,
+        "num_hidden_layers": arch.num_layers,
+        "num_attention_heads": arch.num_heads,
+        "num_key_value_heads": arch.num_kv_heads,
+        "head_dim": arch.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": arch.norm_eps,
+        "rope_theta": arch.rope_theta,
+        "rope_parameters": rope,
+        "tie_word_embeddings": arch.tie_embeddings,
+        "max_position_embeddings": arch.max_positions,
+        "initializer_range": arch.initializer_range,
+        "use_cache": True,
+        "dtype": dtype,
+    }
+    if arch.rope_scaling is not None:
+        config["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    return config
+
+
+def read_hf_config(directory: Path) -> dict[str, Any]:
+    """The dict of `directory/config.json`, or a `ModelError` that says what is wrong with it."""
+    path = directory / "config.json"
+    if not directory.is_dir():
+        raise ModelError(f"model directory {directory} does not exist")
+    if not path.is_file():
+        raise ModelError(f"{directory} is not a Hugging Face model directory: no config.json in it")
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} does not hold a JSON object")
+    return config

@@ -1,0 +1,278 @@
+"""Hugging Face directories: read straight into sharded arrays, and written back bit for bit.
+
+Each of our parameters is one tensor of theirs, or the stack of one tensor per layer, in the same
+layout. So loading asks each device for its slice and reads just that slice from the mapped file,
+and writing slices layers out again. What a directory holds beside its weights (config, tokenizer,
+generation settings, the type and file of each tensor) travels as a `ModelCard`.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from manus_jax.models.architecture import (
+    Architecture,
+    ModelError,
+    from_hf_config,
+    read_hf_config,
+    to_hf_config,
+)
+from manus_jax.models.transformer import Params, layer_shapes
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_CARD_FILE = "weights.json"
+_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_TYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_LAYER_NAMES = {
+    "input_norm": "input_layernorm.weight",
+    "post_norm": "post_attention_layernorm.weight",
+    **{f"{n}_proj": f"self_attn.{n}_proj.weight" for n in "qkvo"},
+    **{f"{n}_bias": f"self_attn.{n}_proj.bias" for n in "qkv"},
+    **{f"{n}_norm": f"self_attn.{n}_norm.weight" for n in "qk"},
+    **{f"{n}_proj": f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")},
+}
+_HEAD = "lm_head.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCard:
+    """A model but for its weights.
+
+    `config` is its `config.json`; `side_files` the directory whose other files (tokenizer,
+    generation settings) go along; `tensor_types` the type of each tensor by Hugging Face name
+    ("F32", "BF16", …); `tensor_files` the file each lies in.
+    """
+
+    config: dict[str, Any]
+    side_files: Path | None = None
+    tensor_types: dict[str, str] = dataclasses.field(default_factory=dict)
+    tensor_files: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def architecture(self) -> Architecture:
+        return from_hf_config(self.config)
+
+    def save(self, directory: Path) -> None:
+        """Writes the card as a directory that `load` reads: a model directory without weights."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.copy_side_files(directory)
+        weights = {"types": self.tensor_types, "files": self.tensor_files}
+        _write_json(directory / _CARD_FILE, weights)
+
+    @classmethod
+    def load(cls, directory: Path) -> "ModelCard":
+        path = directory / _CARD_FILE
+        if not path.is_file():
+            raise ModelError(f"{directory} holds no model card ({_CARD_FILE} is missing)")
+        weights = json.loads(path.read_text())
+        return cls(read_hf_config(directory), directory, weights["types"], weights["files"])
+
+    def copy_side_files(self, directory: Path) -> None:
+        """All that a model directory holds but its weights, byte for byte if it came from one."""
+        if self.side_files is not None and self.side_files.resolve() != directory.resolve():
+            for path in sorted(self.side_files.iterdir()):
+                if path.is_file() and not _is_weight_file(path.name):
+                    shutil.copy2(path, directory / path.name)
+        if not (directory / "config.json").exists():
+            _write_json(directory / "config.json", self.config)
+
+
+def _is_weight_file(name: str) -> bool:
+    weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
+    return name.endswith((*weights, ".gguf")) or name == _CARD_FILE
+
+
+def new_card(arch: Architecture, side_files: Path | None, dtype: str = "float32") -> ModelCard:
+    """The card of a model that began here."""
+    code = {v: k for k, v in _TYPE_NAMES.items()}[dtype]
+    types = {name: code for name, *_ in tensor_map(arch)}
+    return ModelCard(
+        to_hf_config(arch, dtype), side_files, types, dict.fromkeys(types, SINGLE_FILE)
+    )
+
+
+def tensor_map(arch: Architecture) -> Iterator[tuple[str, tuple[str, ...], int | None, tuple]]:
+    """Each tensor: its Hugging Face name, our path, the layer (None: not stacked), its shape."""
+    d = arch.hidden_size
+    yield "model.embed_tokens.weight", ("backbone", "embed"), None, (arch.vocab_size, d)
+    for name, shape in layer_shapes(arch).items():
+        for layer in range(arch.num_layers):
+            path = ("backbone", "layers", name)
+            yield f"model.layers.{layer}.{_LAYER_NAMES[name]}", path, layer, shape
+    yield "model.norm.weight", ("backbone", "norm"), None, (d,)
+    if not arch.tie_embeddings:
+        yield _HEAD, ("lm_head",), None, (arch.vocab_size, d)
+
+
+class _Reader:
+    """The tensors of a model directory, read slice by slice from mapped files."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.files: dict[str, str] = {}
+        self.types: dict[str, str] = {}
+        self._slices: dict[str, Any] = {}
+        for file in self._weight_files():
+            try:
+                handle = safe_open(directory / file, framework="numpy")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(
+                    f"{directory / file} cannot be read as safetensors ({error}); "
+                    "it may be cut short: copy or download it again"
+                ) from None
+            for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a dict)
+                self.files[name] = file
+                self._slices[name] = handle.get_slice(name)
+                self.types[name] = self._slices[name].get_dtype()
+
+    def _weight_files(self) -> list[str]:
+        index = self.directory / INDEX_FILE
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            missing = [f for f in files if not (self.directory / f).is_file()]
+            if missing:
+                raise ModelError(f"{index} names {missing[0]}, which is not in {self.directory}")
+            return files
+        if (self.directory / SINGLE_FILE).is_file():
+            return [SINGLE_FILE]
+        raise ModelError(
+            f"{self.directory} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
+        )
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slices[name].get_shape())
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        return self._slices[name][index] if index else self._slices[name][:]
+
+
+def read_card(directory: Path) -> ModelCard:
+    """The card of a Hugging Face directory, its tensors' names, types and shapes checked."""
+    return _read_card(directory)[0]
+
+
+def _read_card(directory: Path) -> tuple[ModelCard, _Reader]:
+    directory = Path(directory)
+    config = read_hf_config(directory)
+    arch = from_hf_config(config, str(directory / "config.json"))
+    reader = _Reader(directory)
+    expected = {name: shape for name, _, _, shape in tensor_map(arch)}
+    missing = [name for name in expected if name not in reader.files]
+    if missing:
+        raise ModelError(f"{directory}: {len(missing)} tensors are missing, first {missing[0]}")
+    ignored = {_HEAD} if arch.tie_embeddings else set()
+    unknown = [n for n in reader.files if n not in expected and n not in ignored]
+    if unknown:
+        raise ModelError(f"{directory}: tensor {unknown[0]} is none that {arch.family} has")
+    for name, shape in expected.items():
+        if reader.shape(name) != shape:
+            raise ModelError(
+                f"{directory}: tensor {name} has shape {reader.shape(name)}, "
+                f"config.json says {shape}"
+            )
+        if reader.types[name] not in _DTYPES:
+            raise ModelError(f"{directory}: tensor {name} has type {reader.types[name]}")
+    return ModelCard(config, directory, reader.types, reader.files), reader
+
+
+def load_params(directory: Path, shardings: Any = None) -> tuple[Params, ModelCard]:
+    """Float32 parameters of a Hugging Face directory, each device reading its own slices.
+
+    `shardings` is a tree of shardings like the parameters; None puts all on the default device.
+    """
+    card, reader = _read_card(Path(directory))
+    stacks: dict[tuple[str, ...], list[str]] = {}
+    shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
+    for name, path, layer, shape in tensor_map(card.architecture):
+        stacks.setdefault(path, []).append(name)
+        shapes[path] = shape if layer is None else (len(stacks[path]), *shape)
+    params: Params = {}
+    for path, names in stacks.items():
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        if shardings is not None:
+            sharding = _get(shardings, path)
+        stacked = len(shapes[path]) > len(reader.shape(names[0]))
+        array = _read_sharded(reader, names, shapes[path], stacked, sharding)
+        _set(params, path, array)
+    return params, card
+
+
+def _read_sharded(
+    reader: _Reader, names: list[str], shape: tuple[int, ...], stacked: bool, sharding: Any
+) -> jax.Array:
+    def slice_of(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        if not stacked:
+            return np.asarray(reader.read(names[0], index)).astype(np.float32)
+        layers = names[index[0]]
+        first = np.asarray(reader.read(layers[0], index[1:]))
+        out = np.empty((len(layers), *first.shape), np.float32)
+        out[0] = first
+        for i, name in enumerate(layers[1:], start=1):
+            out[i] = reader.read(name, index[1:])
+        return out
+
+    return jax.make_array_from_callback(shape, sharding, slice_of)
+
+
+def save_hf(params: Params, card: ModelCard, directory: Path) -> None:
+    """Writes a Hugging Face directory next to `directory` and renames it into place."""
+    directory = Path(directory)
+    if directory.exists() and any(directory.iterdir()):
+        raise ModelError(f"{directory} exists and is not empty; choose another directory")
+    work = directory.with_name(f".{directory.name}.tmp-{os.getpid()}")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    card.copy_side_files(work)
+    _write_weights(params, card, work)
+    if directory.exists():
+        directory.rmdir()
+    work.rename(directory)
+
+
+def _write_weights(params: Params, card: ModelCard, directory: Path) -> None:
+    """One file at a time, so that the host holds one file's tensors and no more."""
+    names: dict[str, list[tuple[str, tuple[str, ...], int | None]]] = {}
+    for name, path, layer, _ in tensor_map(card.architecture):
+        names.setdefault(card.tensor_files[name], []).append((name, path, layer))
+    if card.architecture.tie_embeddings and _HEAD in card.tensor_files:
+        names[card.tensor_files[_HEAD]].append((_HEAD, ("backbone", "embed"), None))
+    total = 0
+    for file, members in names.items():
+        tensors = {}
+        for name, path, layer in members:
+            array = _get(params, path)
+            host = np.asarray(array if layer is None else array[layer])
+            tensors[name] = host.astype(_DTYPES[card.tensor_types[name]], copy=False)
+            total += tensors[name].nbytes
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+    if list(names) != [SINGLE_FILE]:
+        index = {"metadata": {"total_size": total}, "weight_map": card.tensor_files}
+        _write_json(directory / INDEX_FILE, index)
+
+
+def _get(tree: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _set(tree: Params, path: tuple[str, ...], value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

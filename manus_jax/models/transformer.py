@@ -1,0 +1,289 @@
+"""The decoder: raw arrays and einsum, layers stacked and scanned.
+
+Matrices keep Hugging Face's layout [out, in], with a leading layer axis, so that converting a
+checkpoint is slicing and nothing else. The NNX modules hold parameters; they are split once, at
+set-up, into a graph definition and a plain nested dict, and only the dict enters `jit`.
+What is left out: dropout, KV caches (the engine has its own), mixture of experts.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
+
+from manus_jax.models.architecture import Architecture
+from manus_jax.models.attention import BATCH_AXES, AttentionKernel, attention
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """How the forward pass is computed; nothing here changes what it computes."""
+
+    dtype: str = "float32"
+    remat: str = "full"
+    kernel: AttentionKernel = dataclasses.field(default_factory=AttentionKernel)
+
+    def __post_init__(self) -> None:
+        if self.remat not in REMAT_POLICIES:
+            raise ValueError(f"unknown remat policy {self.remat!r}; there are {[*REMAT_POLICIES]}")
+
+
+# What the backward pass finds saved, per layer. "full" keeps the layer's input alone and computes
+# the layer again; "attention" also keeps the projections into and the output of attention;
+# "minimal" keeps every matrix product; "none" keeps all.
+REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "attention": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attention"),
+    "minimal": jax.checkpoint_policies.save_only_these_names(
+        "q", "k", "v", "attention", "attention_out", "gate", "up", "mlp_out"
+    ),
+    "none": None,
+}
+
+
+def layer_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Shapes of one layer's parameters by name, without the layer axis."""
+    d, f = arch.hidden_size, arch.intermediate_size
+    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_norm": (d,),
+        "q_proj": (q, d),
+        "k_proj": (kv, d),
+        "v_proj": (kv, d),
+        "o_proj": (d, q),
+        "post_norm": (d,),
+        "gate_proj": (f, d),
+        "up_proj": (f, d),
+        "down_proj": (d, f),
+    }
+    if arch.qkv_bias:
+        shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+    if arch.qk_norm:
+        shapes |= {"q_norm": (arch.head_dim,), "k_norm": (arch.head_dim,)}
+    return shapes
+
+
+class Layers(nnx.Module):
+    """The parameters of all layers, each stacked on a leading layer axis."""
+
+    def __init__(self, arch: Architecture, rngs: nnx.Rngs):
+        for name, shape in layer_shapes(arch).items():
+            stacked = (arch.num_layers, *shape)
+            if name.endswith("norm"):
+                value = jnp.ones(stacked)
+            elif name.endswith("bias"):
+                value = jnp.zeros(stacked)
+            else:
+                value = arch.initializer_range * jax.random.normal(rngs.params(), stacked)
+            setattr(self, name, nnx.Param(value))
+
+
+class Backbone(nnx.Module):
+    """Embedding, layers and final norm: tokens to hidden states."""
+
+    def __init__(self, arch: Architecture, compute: Compute, rngs: nnx.Rngs):
+        self.arch = arch
+        self.compute = compute
+        self.embed = nnx.Param(
+            arch.initializer_range
+            * jax.random.normal(rngs.params(), (arch.vocab_size, arch.hidden_size))
+        )
+        self.layers = Layers(arch, rngs)
+        self.norm = nnx.Param(jnp.ones((arch.hidden_size,)))
+
+    def __call__(
+        self, input_ids: jax.Array, segment_ids: jax.Array, positions: jax.Array
+    ) -> jax.Array:
+        """Hidden states [rows, length, hidden] of int32 [rows, length] packed rows."""
+        dtype = jnp.dtype(self.compute.dtype)
+        rope = rope_angles(positions, self.arch)
+        kernel = self.compute.kernel
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return attention(q, k, v, segment_ids, kernel)
+
+        def layer(x: jax.Array, params: Params) -> tuple[jax.Array, None]:
+            x = block(params, self._constrain(x), rope, attend, self.arch)
+            return x, None
+
+        policy = REMAT_POLICIES[self.compute.remat]
+        if policy is not None:
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        x = jnp.take(self.embed[...], input_ids, axis=0).astype(dtype)
+        stacked = jax.tree.map(lambda p: p.astype(dtype), nnx.to_pure_dict(nnx.state(self.layers)))
+        x, _ = jax.lax.scan(layer, self._constrain(x), stacked)
+        return rms_norm(x, self.norm[...], self.arch.norm_eps)
+
+    def _constrain(self, x: jax.Array) -> jax.Array:
+        mesh = self.compute.kernel.mesh
+        if mesh is None:
+            return x
+        spec = PartitionSpec(BATCH_AXES, *(None,) * (x.ndim - 1))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+class Transformer(nnx.Module):
+    """A language model: the backbone and an LM head that is the embedding when tied."""
+
+    def __init__(self, arch: Architecture, compute: Compute, rngs: nnx.Rngs):
+        self.backbone = Backbone(arch, compute, rngs)
+        self.lm_head = (
+            None
+            if arch.tie_embeddings
+            else nnx.Param(
+                arch.initializer_range
+                * jax.random.normal(rngs.params(), (arch.vocab_size, arch.hidden_size))
+            )
+        )
+
+    def hidden_states(
+        self, input_ids: jax.Array, segment_ids: jax.Array, positions: jax.Array
+    ) -> jax.Array:
+        """Hidden states [rows, length, hidden], for a head that runs on some positions only."""
+        return self.backbone(input_ids, segment_ids, positions)
+
+    def head(self) -> jax.Array:
+        """The LM head [vocab, hidden], in the master type."""
+        return (self.backbone.embed if self.lm_head is None else self.lm_head)[...]
+
+    def __call__(
+        self, input_ids: jax.Array, segment_ids: jax.Array, positions: jax.Array
+    ) -> jax.Array:
+        """Logits float32 [rows, length, vocab], which training itself never builds."""
+        x = self.hidden_states(input_ids, segment_ids, positions)
+        return jnp.einsum(
+            "btd,vd->btv", x, self.head().astype(x.dtype), preferred_element_type=jnp.float32
+        )
+
+
+class Critic(nnx.Module):
+    """The backbone with a scalar head; `values[t]` is the worth of the state before token t."""
+
+    def __init__(self, arch: Architecture, compute: Compute, rngs: nnx.Rngs):
+        self.backbone = Backbone(arch, compute, rngs)
+        self.value_head = nnx.Param(jnp.zeros((arch.hidden_size,)))
+
+    def __call__(
+        self, input_ids: jax.Array, segment_ids: jax.Array, positions: jax.Array
+    ) -> jax.Array:
+        """Values float32 [rows, length], token t's read from the hidden state at t - 1."""
+        x = self.backbone(input_ids, segment_ids, positions)
+        values = jnp.einsum(
+            "btd,d->bt", x, self.value_head[...].astype(x.dtype), preferred_element_type=jnp.float32
+        )
+        return jnp.pad(values[:, :-1], ((0, 0), (1, 0)))
+
+
+def block(
+    params: Params,
+    x: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    arch: Architecture,
+) -> jax.Array:
+    """One decoder layer on `x` [rows, length, hidden]; `attend` is given rotated q, k and v."""
+    h = rms_norm(x, params["input_norm"], arch.norm_eps)
+    q, k, v = (
+        _split_heads(_linear(h, params[f"{n}_proj"], params.get(f"{n}_bias")), arch.head_dim)
+        for n in "qkv"
+    )
+    q, k, v = (checkpoint_name(a, n) for a, n in ((q, "q"), (k, "k"), (v, "v")))
+    if arch.qk_norm:
+        q = rms_norm(q, params["q_norm"], arch.norm_eps)
+        k = rms_norm(k, params["k_norm"], arch.norm_eps)
+    attended = checkpoint_name(attend(rotate(q, rope), rotate(k, rope), v), "attention")
+    attended = attended.reshape(*x.shape[:-1], -1)
+    x = x + checkpoint_name(_linear(attended, params["o_proj"]), "attention_out")
+    h = rms_norm(x, params["post_norm"], arch.norm_eps)
+    gate = checkpoint_name(_linear(h, params["gate_proj"]), "gate")
+    up = checkpoint_name(_linear(h, params["up_proj"]), "up")
+    return x + checkpoint_name(_linear(jax.nn.silu(gate) * up, params["down_proj"]), "mlp_out")
+
+
+def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    y = jnp.einsum("...i,oi->...o", x, weight)
+    return y if bias is None else y + bias
+
+
+def _split_heads(x: jax.Array, head_dim: int) -> jax.Array:
+    return x.reshape(*x.shape[:-1], -1, head_dim)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis, computed in float32."""
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return weight.astype(x.dtype) * (x32 * scale).astype(x.dtype)
+
+
+def rope_angles(positions: jax.Array, arch: Architecture) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine, float32 [rows, length, head_dim / 2], of int32 `positions`."""
+    half = arch.head_dim // 2
+    inverse = arch.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if arch.rope_scaling is not None:
+        inverse = _llama3_frequencies(inverse, arch)
+    angles = positions[..., None].astype(jnp.float32) * inverse
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _llama3_frequencies(inverse: jax.Array, arch: Architecture) -> jax.Array:
+    """Long wavelengths are divided by `factor`, short ones kept, those between blended."""
+    s = arch.rope_scaling
+    assert s is not None
+    wavelength = 2 * jnp.pi / inverse
+    smooth = (s.original_max_position_embeddings / wavelength - s.low_freq_factor) / (
+        s.high_freq_factor - s.low_freq_factor
+    )
+    smooth = jnp.clip(smooth, 0.0, 1.0)
+    return (1 - smooth) * inverse / s.factor + smooth * inverse
+
+
+def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates pairs (i, i + dim/2) of `x` [rows, length, heads, dim] by their position's angle."""
+    cos, sin = (a[:, :, None, :] for a in rope)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return out.astype(x.dtype)
+
+
+def split_model(model: nnx.Module) -> tuple[nnx.GraphDef[Any], Params]:
+    """The module as a static definition and a plain nested dict of arrays."""
+    graphdef, state = nnx.split(model)
+    return graphdef, nnx.to_pure_dict(state)
+
+
+def abstract_model(
+    kind: type[Transformer] | type[Critic], arch: Architecture, compute: Compute
+) -> tuple[nnx.GraphDef[Any], Params]:
+    """Definition and parameter shapes, with nothing allocated."""
+    return split_model(nnx.eval_shape(lambda: kind(arch, compute, nnx.Rngs(0))))
+
+
+def init_params(
+    kind: type[Transformer] | type[Critic],
+    arch: Architecture,
+    compute: Compute,
+    seed: int,
+    shardings: Any = None,
+) -> Params:
+    """Fresh parameters, created where `shardings` (a tree like the parameters) puts them."""
+
+    def create(key: jax.Array) -> Params:
+        return split_model(kind(arch, compute, nnx.Rngs(params=key)))[1]
+
+    return jax.jit(create, out_shardings=shardings)(jax.random.key(seed))
+
+
+def critic_from_policy(policy: Params, value_head: jax.Array | None = None) -> Params:
+    """Critic parameters that start from the policy's backbone and a zero (or given) value head."""
+    backbone = jax.tree.map(jnp.copy, policy["backbone"])
+    if value_head is None:
+        value_head = jnp.zeros((backbone["norm"].shape[0],), jnp.float32)
+    return {"backbone": backbone, "value_head": value_head}
