@@ -1,7 +1,7 @@
 """The HTTP server of an environment: an `EnvironmentSpec` in, a FastAPI application out.
 
 The one idea: routes, field names, status codes and error shapes are those of AgentGym's servers of
-the same id family, so that AgentGym's own client plays against it unchanged; what the originals lack
+the same id family, so that AgentGym's own client plays on it unchanged; what the originals lack
 (a bound on sessions, expiry, a close everywhere, actions that cannot crash it) is added where no
 client can notice. Handlers read the body themselves: FastAPI's parameter machinery would cost more
 than a whole step of a cheap game.
@@ -66,7 +66,8 @@ def build_app(
     async def list_envs(_: Request) -> list[int]:
         return service.table.ids()
 
-    add("GET", "/", health)
+    for root in {"/", f"{spec.prefix}/"}:
+        add("GET", root, health)
     add("GET", f"{spec.prefix}/list_envs", list_envs)
     add("POST", f"{spec.prefix}/create", service.create)
     add("POST", f"{spec.prefix}/reset", service.reset)
