@@ -30,7 +30,7 @@ class BackOff:
 
 @dataclass(frozen=True)
 class HealthPolicy:
-    """How much is forgiven: bad answers before a server is put aside, incidents until it is lost."""
+    """How much is forgiven: bad answers until a server is put aside, incidents until it is lost."""
 
     back_off: BackOff = field(default_factory=BackOff)
     bad_answers: int = 3
@@ -44,7 +44,8 @@ class ServerState:
     url: str
     limit: int | None = None  # sessions it can hold at once
     leases: int = 0  # sessions in use, those being created included
-    full: bool = False  # it handed out an id in use; wait until one comes back
+    idle: int = 0  # sessions kept for reuse
+    full: bool = False  # it handed out an id in use; wait until that one comes back
     strikes: int = 0  # bad answers since the last good step
     incidents: int = 0  # times put aside since the last good step
     retry_at: float = 0.0
@@ -60,11 +61,17 @@ def granted(state: ServerState) -> ServerState:
     return replace(state, leases=state.leases + 1, trial_out=state.suspect or state.trial_out)
 
 
-def released(state: ServerState, trial: bool) -> ServerState:
-    """A session came back, whatever became of it."""
+def released(state: ServerState, trial: bool, freed_id: bool = True) -> ServerState:
+    """A place became free: its session came back, or never came about (no id was freed)."""
     trial_out = state.trial_out and not trial
+    full = state.full and not freed_id
     # A server that came back at its old address begins at 0 while leases of its past run out.
-    return replace(state, leases=max(0, state.leases - 1), full=False, trial_out=trial_out)
+    return replace(state, leases=max(0, state.leases - 1), full=full, trial_out=trial_out)
+
+
+def keeping(state: ServerState, idle: int) -> ServerState:
+    """So many sessions of this server now wait to be used again."""
+    return replace(state, idle=idle)
 
 
 def overfull(state: ServerState) -> ServerState:
@@ -104,7 +111,9 @@ def broken(state: ServerState, policy: HealthPolicy) -> bool:
 
 def available(state: ServerState, now: float) -> bool:
     """A session may be asked of this server now."""
-    if state.full or (state.limit is not None and state.leases >= state.limit):
+    if state.full and not state.idle:
+        return False
+    if state.limit is not None and state.leases >= state.limit:
         return False
     return not state.suspect or (now >= state.retry_at and not state.trial_out)
 

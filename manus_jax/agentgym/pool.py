@@ -54,9 +54,10 @@ class PoolSettings:
 
 @dataclass
 class _Held:
-    """A session in use: where it is, whether it is a suspect server's trial, how it went."""
+    """A session in use: its server and id, whether it is a suspect server's trial, how it went."""
 
     session: Session
+    key: tuple[str, int | str]
     trial: bool
     failure: EnvironmentFailure | None = None
 
@@ -191,6 +192,7 @@ class _Group:
         self._changed = threading.Condition()
         self._states: dict[str, ServerState] = {}
         self._kept: dict[str, list[tuple[Session, float]]] = {}  # and since when
+        self._stale: list[Session] = []  # to be closed by whoever comes next
         self._leased: set[tuple[str, int | str]] = set()
         self._counts: Counter[str] = Counter()
         self._dropped: list[str] = []
@@ -203,38 +205,40 @@ class _Group:
         """A session that nobody else has, within the lease timeout."""
         deadline = self._clock.now() + self._settings.lease_timeout
         while True:
-            state = self._grant(deadline)
+            state, session = self._grant(deadline)
+            self._close_stale()
             try:
-                held = self._open(state)
+                if state.suspect:
+                    self._check(state.url)
+                session = session or self._created(state.url)
             except EnvironmentFailure as failure:
                 self._note_failure(state.url, failure)
-                self._give_back(state.url, state.suspect)
+                self._give_back(state.url, state.suspect, session)
                 continue
             except BaseException:
-                self._give_back(state.url, state.suspect)
+                self._give_back(state.url, state.suspect, session)
                 raise
-            if held is not None:
-                self.count("leases")
-                return held
-            self._give_back(state.url, state.suspect, duplicate=True)
+            if session is None:
+                self._give_back(state.url, state.suspect)
+                continue
+            assert session.id is not None
+            held = _Held(session, (state.url, session.id), trial=state.suspect)
+            session.listener = self._listener(held)
+            self.count("leases")
+            return held
 
     def release(self, held: _Held, clean: bool) -> None:
         """Takes a session back: kept if it is sound and worth keeping, else closed or let go."""
-        session, url, identifier = held.session, held.session.root, held.session.id
+        session, (url, identifier) = held.session, held.key
         session.listener = None
         with self._changed:
             in_pool = url in self._states and not self._closed
-        keep = clean and in_pool and self._row.reuse and identifier is not None
+        keep = clean and in_pool and self._row.reuse and session.id == identifier
         if keep or (held.failure is not None and held.failure.kind.lost_contact):
             session.disconnect()
         else:
             self._close_session(session)
-        with self._changed:
-            if identifier is not None:
-                self._leased.discard((url, identifier))
-            if keep and url in self._kept:
-                self._kept[url].append((session, self._clock.now()))
-            self._free_place(url, held.trial)
+        self._give_back(url, held.trial, session if keep else None, freed=identifier)
 
     def check(self, url: str) -> EnvironmentFailure | None:
         try:
@@ -273,15 +277,11 @@ class _Group:
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            idle = [session for kept in self._kept.values() for session, _ in kept]
-            self._kept = {url: [] for url in self._kept}
+            for url, kept in self._kept.items():
+                self._stale += [session for session, _ in kept]
+                self._keep(url, [])
             self._changed.notify_all()
-        for session in idle:
-            self._close_session(session)
-
-    def _add(self, url: str) -> None:
-        self._states[url] = ServerState(url, limit=self._settings.sessions_per_server)
-        self._kept[url] = []
+        self._close_stale()
 
     def _check(self, url: str) -> None:
         connection = Connection(self._row, url, self._settings.timeouts)
@@ -290,8 +290,11 @@ class _Group:
         finally:
             connection.close()
 
-    def _grant(self, deadline: float) -> ServerState:
-        """Reserves a place on the best server; waits for one until the deadline."""
+    def _grant(self, deadline: float) -> tuple[ServerState, Session | None]:
+        """A place on the best server, and an idle session of it if there is one.
+
+        Waits for a place until the deadline.
+        """
         with self._changed:
             while True:
                 now = self._clock.now()
@@ -299,10 +302,11 @@ class _Group:
                     raise self._no_server("the pool is closed")
                 if not self._states:
                     raise self._no_server("every server is gone")
+                self._forget_stale(now)
                 state = health.choose(self._states.values(), now)
                 if state is not None:
                     self._states[state.url] = health.granted(state)
-                    return state
+                    return state, self._take_kept(state.url)
                 if now >= deadline:
                     # A wake-up meant for this thread may have come too late: pass it on.
                     self._changed.notify()
@@ -312,39 +316,20 @@ class _Group:
                 left = deadline - now
                 self._clock.wait(self._changed, left if trial is None else min(trial, left))
 
-    def _open(self, state: ServerState) -> _Held | None:
-        """The session for a reserved place; None if the server gave out an id that is in use."""
-        if state.suspect:
-            self._check(state.url)
-        session = self._take_kept(state.url)
-        if session is None:
-            session = Session(self._row, state.url, self._settings.timeouts)
-            session.create()
-            assert session.id is not None
-            key = (state.url, session.id)
-            with self._changed:
-                if key in self._leased:
-                    session.disconnect()
-                    self._counts[f"failures/{FailureKind.DUPLICATE_ID}"] += 1
-                    return None
-                self._leased.add(key)
-        held = _Held(session, trial=state.suspect)
-        session.listener = self._listener(held)
-        return held
-
-    def _take_kept(self, url: str) -> Session | None:
-        """The idle session used last; those unused for too long are given up."""
+    def _created(self, url: str) -> Session | None:
+        """A new session on a server; None if the server gave out an id that is in use."""
+        session = Session(self._row, url, self._settings.timeouts)
+        session.create()
+        assert session.id is not None
         with self._changed:
-            kept = self._kept.get(url, [])
-            oldest = self._clock.now() - self._settings.keep_idle
-            stale = [session for session, since in kept if since < oldest]
-            del kept[: len(stale)]
-            session = kept.pop()[0] if kept else None
-            if session is not None and session.id is not None:
+            if (url, session.id) not in self._leased:
                 self._leased.add((url, session.id))
-        for expired in stale:
-            self._close_session(expired)
-        return session
+                return session
+            self._counts[f"failures/{FailureKind.DUPLICATE_ID}"] += 1
+            if url in self._states:
+                self._states[url] = health.overfull(self._states[url])
+        session.disconnect()
+        return None
 
     def _listener(self, held: _Held) -> Callable[[str, EnvironmentFailure | None], None]:
         def hear(call: str, failure: EnvironmentFailure | None) -> None:
@@ -375,7 +360,7 @@ class _Group:
             self._states[url] = after
             if failure.kind is FailureKind.CONNECTION:
                 # The process is gone, and its idle sessions with it.
-                self._kept[url] = []
+                self._keep(url, [])
             put_aside = after.incidents > before.incidents
             if put_aside:
                 # Whoever waits for a free place now has a time for the next trial to wait for.
@@ -383,19 +368,26 @@ class _Group:
         if put_aside and health.broken(after, policy) and self._on_broken:
             self._on_broken(self._row.name, url)
 
-    def _give_back(self, url: str, trial: bool, duplicate: bool = False) -> None:
-        """Frees the place of a session that did not come about."""
+    def _give_back(
+        self,
+        url: str,
+        trial: bool,
+        kept: Session | None = None,
+        freed: int | str | None = None,
+    ) -> None:
+        """Frees a place on a server, an id if one was used, and keeps a session for reuse."""
+        if kept is not None:
+            freed = kept.id
         with self._changed:
-            self._free_place(url, trial)
-            if duplicate and url in self._states:
-                self._states[url] = health.overfull(self._states[url])
-
-    def _free_place(self, url: str, trial: bool) -> None:
-        # Called with the lock held. One place became free: one of those waiting may have it.
-        state = self._states.get(url)
-        if state is not None:
-            self._states[url] = health.released(state, trial)
-        self._changed.notify()
+            if freed is not None:
+                self._leased.discard((url, freed))
+            if url in self._states:
+                state = health.released(self._states[url], trial, freed_id=freed is not None)
+                self._states[url] = state
+                if kept is not None:
+                    self._keep(url, [*self._kept[url], (kept, self._clock.now())])
+            # One place became free: one of those waiting may have it.
+            self._changed.notify()
 
     def _close_session(self, session: Session) -> None:
         try:
@@ -404,8 +396,41 @@ class _Group:
             # The episode is complete; a session that cannot be given back is left to expire.
             self.count("failures/close")
 
+    def _close_stale(self) -> None:
+        with self._changed:
+            stale, self._stale = self._stale, []
+        for session in stale:
+            self._close_session(session)
+
+    # The following are called with the lock held.
+
+    def _add(self, url: str) -> None:
+        self._states[url] = ServerState(url, limit=self._settings.sessions_per_server)
+        self._kept[url] = []
+
+    def _keep(self, url: str, sessions: list[tuple[Session, float]]) -> None:
+        self._kept[url] = sessions
+        self._states[url] = health.keeping(self._states[url], len(sessions))
+
+    def _take_kept(self, url: str) -> Session | None:
+        """The idle session that was used last."""
+        if not self._kept[url]:
+            return None
+        *others, (session, _) = self._kept[url]
+        self._keep(url, others)
+        assert session.id is not None
+        self._leased.add((url, session.id))
+        return session
+
+    def _forget_stale(self, now: float) -> None:
+        """Sessions unused for so long that their server may have dropped them are let go."""
+        oldest = now - self._settings.keep_idle
+        for url, kept in self._kept.items():
+            if kept and kept[0][1] < oldest:
+                self._stale += [session for session, since in kept if since < oldest]
+                self._keep(url, [(session, since) for session, since in kept if since >= oldest])
+
     def _no_server(self, why: str) -> EnvironmentFailure:
-        # Called with the lock held.
         now = self._clock.now()
         lines = [_described(state, now) for state in self._states.values()] + self._dropped
         detail = f"{why}; " + "; ".join(lines)

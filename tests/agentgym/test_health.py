@@ -1,0 +1,137 @@
+"""The state machine of server health, on invented times."""
+
+from dataclasses import replace
+
+import pytest
+
+from manus_jax.agentgym.failures import FailureKind
+from manus_jax.agentgym.health import (
+    BackOff,
+    HealthPolicy,
+    ServerState,
+    available,
+    broken,
+    choose,
+    failed,
+    granted,
+    next_trial,
+    overfull,
+    released,
+    succeeded,
+)
+
+POLICY = HealthPolicy(BackOff(first=1.0, factor=2.0, limit=8.0, jitter=0.5))
+A, B, C = ServerState("a"), ServerState("b"), ServerState("c")
+
+
+def lost(state: ServerState, now: float, chance: float = 0.0) -> ServerState:
+    return failed(state, FailureKind.CONNECTION, now, chance, POLICY)
+
+
+def bad(state: ServerState, now: float) -> ServerState:
+    return failed(state, FailureKind.STATUS, now, 0.0, POLICY)
+
+
+@pytest.mark.parametrize(
+    ("failures", "chance", "seconds"),
+    [(1, 0.0, 1.0), (2, 0.0, 2.0), (4, 0.0, 8.0), (9, 0.0, 8.0), (3, 0.5, 3.0), (1, 1.0, 0.5)],
+)
+def test_back_off_doubles_up_to_a_limit_and_jitter_shortens_it(
+    failures: int, chance: float, seconds: float
+) -> None:
+    assert POLICY.back_off.seconds(failures, chance) == seconds
+
+
+def test_back_off_after_thousands_of_failures_is_the_limit() -> None:
+    assert POLICY.back_off.seconds(100_000, 0.0) == 8.0
+
+
+def test_the_least_loaded_healthy_server_is_chosen() -> None:
+    busy, idle = replace(A, leases=3), replace(B, leases=1)
+    assert choose([busy, idle], now=0.0) is idle
+    assert choose([A, B], now=0.0) is A
+    assert choose([], now=0.0) is None
+
+
+def test_a_lost_server_is_put_aside_and_tried_again_later() -> None:
+    aside = lost(A, now=10.0)
+    assert aside.retry_at == 11.0
+    assert not available(aside, now=10.9)
+    assert choose([aside, replace(B, leases=50)], now=10.9).url == "b"  # type: ignore[union-attr]
+    assert next_trial([aside], now=10.25) == 0.75
+    assert available(aside, now=11.0)
+
+
+def test_only_one_trial_goes_to_a_suspect_server() -> None:
+    trial = granted(lost(A, now=0.0))
+    assert trial.trial_out
+    assert not available(trial, now=5.0)
+    assert next_trial([trial], now=5.0) is None
+    assert available(released(trial, trial=True), now=5.0)
+
+
+def test_leases_of_the_past_coming_back_do_not_end_the_trial() -> None:
+    trial = granted(lost(granted(A), now=0.0))
+    assert released(trial, trial=False).trial_out
+
+
+def test_a_good_step_makes_a_suspect_server_healthy() -> None:
+    healthy = succeeded(granted(lost(A, now=0.0)))
+    assert not healthy.suspect
+    assert healthy.leases == 1
+    assert available(healthy, now=0.0)
+    assert lost(healthy, now=20.0).retry_at == 21.0
+
+
+def test_one_incident_seen_by_many_sessions_counts_once() -> None:
+    state = lost(A, now=0.0)
+    for _ in range(63):
+        state = lost(state, now=0.5)
+    assert (state.incidents, state.retry_at) == (1, 1.0)
+
+
+def test_failed_trials_wait_longer_and_longer_until_the_server_is_broken() -> None:
+    state, waits = A, []
+    now = 0.0
+    while not broken(state, POLICY):
+        state = lost(granted(state), now)
+        waits.append(state.retry_at - now)
+        now = state.retry_at
+    assert waits == [1.0, 2.0, 4.0, 8.0]
+
+
+def test_single_bad_answers_are_forgiven_and_a_row_of_them_is_not() -> None:
+    twice = bad(bad(A, 0.0), 0.0)
+    assert not twice.suspect
+    assert not bad(bad(succeeded(twice), 0.0), 0.0).suspect
+    assert bad(twice, 0.0).suspect
+
+
+def test_a_bad_answer_to_a_trial_is_enough() -> None:
+    assert bad(granted(lost(A, now=0.0)), now=1.0).incidents == 2
+
+
+def test_an_unknown_item_says_nothing_about_the_server() -> None:
+    assert failed(A, FailureKind.ITEM, 0.0, 0.0, POLICY) is A
+
+
+def test_a_full_server_is_left_alone_until_a_session_comes_back() -> None:
+    full = overfull(granted(A))
+    assert not available(full, now=0.0)
+    assert next_trial([full], now=0.0) is None
+    assert available(released(full, trial=False), now=0.0)
+
+
+def test_a_server_holds_no_more_than_its_limit() -> None:
+    state = ServerState("a", limit=2)
+    assert available(granted(state), now=0.0)
+    assert not available(granted(granted(state)), now=0.0)
+
+
+def test_leases_of_a_server_that_was_replaced_at_its_address_never_count_below_zero() -> None:
+    assert released(A, trial=False).leases == 0
+
+
+def test_states_are_values() -> None:
+    assert granted(A) == granted(ServerState("a"))
+    assert ServerState("c") == C

@@ -1,0 +1,443 @@
+"""Leases: exclusive, spread over healthy servers, given back, waited for in bounds."""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from scripted_servers import Hang, HangUp, Reply, TextcraftStub, recorded, serving
+
+from manus_jax.agentgym.client import Session, Timeouts
+from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind
+from manus_jax.agentgym.health import BackOff, HealthPolicy
+from manus_jax.agentgym.pool import Clock, EnvironmentPool, PoolSettings
+
+
+class JumpingClock(Clock):
+    """Time passes only when somebody sleeps or waits, and then at once."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.slept: list[float] = []
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.time += seconds
+
+    def wait(self, condition: threading.Condition, seconds: float) -> None:
+        self.time += seconds
+
+
+def pool_of(urls: list[str], clock: Clock | None = None, **settings: object) -> EnvironmentPool:
+    steady = PoolSettings(**{"timeouts": Timeouts(2.0, 0.3), **settings})  # type: ignore[arg-type]
+    return EnvironmentPool(
+        {"textcraft": urls}, steady, clock=clock or JumpingClock(), chance=lambda: 0.0
+    )
+
+
+def winning(session: Session) -> float:
+    session.reset(5)
+    session.step("look")
+    session.step("win")
+    return session.episode_reward
+
+
+@pytest.fixture
+def stub() -> TextcraftStub:
+    return TextcraftStub()
+
+
+@pytest.fixture
+def url(stub: TextcraftStub) -> Iterator[str]:
+    with serving(stub) as address:
+        yield address
+
+
+def test_a_lease_is_a_session_that_is_closed_at_the_end(stub: TextcraftStub, url: str) -> None:
+    with pool_of([url]) as pool:
+        with pool.lease("textcraft") as session:
+            assert session.reset(7) == "task 7"
+            assert stub.live == {0}
+        assert stub.live == set()
+        assert pool.counters() == {"textcraft/leases": 1}
+
+
+def test_a_lease_left_by_an_error_of_the_caller_is_closed_too(
+    stub: TextcraftStub, url: str
+) -> None:
+    with pool_of([url]) as pool:
+        with pytest.raises(ZeroDivisionError), pool.lease("textcraft") as session:
+            session.reset(0)
+            raise ZeroDivisionError
+        assert stub.live == set()
+
+
+def test_leases_go_to_the_server_with_the_fewest() -> None:
+    stubs = [TextcraftStub() for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        pool = pool_of([stack.enter_context(serving(stub)) for stub in stubs])
+        for _ in range(9):
+            stack.enter_context(pool.lease("textcraft"))
+        assert [len(stub.live) for stub in stubs] == [3, 3, 3]
+
+
+def test_no_id_is_ever_leased_twice_at_once_under_64_threads() -> None:
+    stubs = [TextcraftStub(), TextcraftStub()]
+    in_use: set[tuple[str, object]] = set()
+    guard = threading.Lock()
+
+    with serving(stubs[0]) as a, serving(stubs[1]) as b:
+        pool = EnvironmentPool({"textcraft": [a, b]}, PoolSettings(sessions_per_server=16))
+
+        def episode(number: int) -> float:
+            with pool.lease("textcraft") as session:
+                key = (session.root, session.id)
+                with guard:
+                    assert key not in in_use
+                    in_use.add(key)
+                reward = winning(session)
+                with guard:
+                    in_use.remove(key)
+                return reward
+
+        with ThreadPoolExecutor(64) as threads:
+            assert list(threads.map(episode, range(256))) == [1.0] * 256
+        assert pool.counters() == {"textcraft/leases": 256}
+        pool.close()
+    assert [stub.live for stub in stubs] == [set(), set()]
+
+
+def test_the_ninth_sqlgym_session_waits_instead_of_sharing_an_id() -> None:
+    # The real server knows eight ids and hands out the first again, which scored right answers
+    # against another client's question.
+    with serving(recorded("sqlgym")) as url:
+        pool = EnvironmentPool({"sqlgym": [url]}, PoolSettings(lease_timeout=30.0))
+        in_use: set[object] = set()
+        most = 0
+        guard = threading.Lock()
+        barrier = threading.Barrier(8)
+
+        def episode(number: int) -> float:
+            nonlocal most
+            with pool.lease("sqlgym") as session:
+                with guard:
+                    assert session.id not in in_use
+                    in_use.add(session.id)
+                    most = max(most, len(in_use))
+                barrier.wait(timeout=20)
+                with guard:
+                    in_use.remove(session.id)
+            return 0.0
+
+        with ThreadPoolExecutor(16) as threads:
+            list(threads.map(episode, range(16)))
+        assert most == 8
+        counters = pool.counters()
+        assert counters["sqlgym/leases"] == 16
+        assert counters["sqlgym/failures/duplicate_id"] >= 1
+
+
+def test_an_id_in_use_is_refused_and_another_server_asked() -> None:
+    ring = TextcraftStub()
+    ring.faults["create"] = Reply('{"id": 7}')
+    other = TextcraftStub()
+    with serving(ring) as a, serving(other) as b, pool_of([a, b]) as pool:
+        with pool.lease("textcraft") as first:
+            assert (first.root, first.id) == (a, 7)
+            with pool.lease("textcraft") as second:
+                assert second.root == b
+                with pool.lease("textcraft") as third:
+                    assert (third.root, third.id) == (b, 1)
+        assert pool.counters()["textcraft/failures/duplicate_id"] == 1
+
+
+def test_sessions_without_a_close_route_are_reset_and_used_again() -> None:
+    created = iter(range(100))
+    games = []
+
+    def maze(method: str, path: str, body: dict) -> Reply:
+        if path == "/maze/create":
+            return Reply(json.dumps({"id": next(created)}))
+        if path == "/maze/reset":
+            games.append((body["id"], body["game"]))
+            return Reply('{"observation": "walls"}')
+        return Reply('{"detail": "Not Found"}', 404)
+
+    with serving(maze) as url:
+        pool = EnvironmentPool({"maze": [url]})
+        for game in range(5):
+            with pool.lease("maze") as session:
+                session.reset(game)
+        assert games == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4)]
+        with pool.lease("maze") as first, pool.lease("maze") as second:
+            assert {first.id, second.id} == {0, 1}
+        pool.close()
+
+
+def test_a_session_kept_for_too_long_is_not_used_again() -> None:
+    clock = JumpingClock()
+    created = iter(range(100))
+
+    def maze(method: str, path: str, body: dict) -> Reply:
+        if path == "/maze/create":
+            return Reply(json.dumps({"id": next(created)}))
+        return Reply("true")
+
+    with serving(maze) as url:
+        pool = EnvironmentPool({"maze": [url]}, PoolSettings(keep_idle=60.0), clock=clock)
+        with pool.lease("maze") as session:
+            assert session.id == 0
+        clock.time += 61.0
+        with pool.lease("maze") as session:
+            assert session.id == 1
+
+
+def test_a_failed_session_is_never_used_again() -> None:
+    created = iter(range(100))
+    resets = iter([Reply("boom", 500), Reply('{"observation": "walls"}')])
+
+    def maze(method: str, path: str, body: dict) -> Reply:
+        if path == "/maze/create":
+            return Reply(json.dumps({"id": next(created)}))
+        return next(resets) if path == "/maze/reset" else Reply("{}", 404)
+
+    with serving(maze) as url:
+        clock = JumpingClock()
+        pool = EnvironmentPool({"maze": [url]}, clock=clock, chance=lambda: 0.0)
+        assert pool.play("maze", lambda session: (session.reset(0), session.id)) == ("walls", 1)
+
+
+def test_play_retries_on_a_fresh_session_and_waits_in_between(
+    stub: TextcraftStub, url: str
+) -> None:
+    clock = JumpingClock()
+    pool = pool_of([url], clock, attempts=3, retry=BackOff(1.0, 3.0, 60.0, 0.5))
+    seen = []
+
+    def episode(session: Session) -> str:
+        seen.append(session.id)
+        view = session.reset(9)
+        if len(seen) < 3:
+            stub.faults["step"] = Reply("oops", 500)
+        else:
+            stub.faults.clear()
+        session.step("look")
+        return view
+
+    assert pool.play("textcraft", episode) == "task 9"
+    assert seen == [0, 1, 2]
+    assert clock.slept == [1.0, 3.0]
+    counters = pool.counters()
+    assert counters["textcraft/retries"] == 2
+    assert counters["textcraft/failures/status"] == 2
+    assert stub.live == set()
+
+
+def test_play_gives_up_after_its_attempts_with_the_failure(stub: TextcraftStub, url: str) -> None:
+    stub.faults["step"] = Reply('{"error": "no"}')
+    pool = pool_of([url], attempts=2)
+    with pytest.raises(EnvironmentFailure) as caught:
+        pool.play("textcraft", winning)
+    assert caught.value.kind is FailureKind.ERROR_ANSWER
+    assert pool.counters()["textcraft/retries"] == 1
+
+
+def test_play_does_not_retry_an_unknown_item() -> None:
+    with serving(recorded("sqlgym")) as url:
+        pool = EnvironmentPool({"sqlgym": [url]}, clock=JumpingClock())
+        with pytest.raises(EnvironmentFailure, match="item 99999"):
+            pool.play("sqlgym", lambda session: session.reset(99999))
+        assert "sqlgym/retries" not in pool.counters()
+
+
+def test_a_dead_server_is_put_aside_and_the_other_one_plays() -> None:
+    dead, alive = TextcraftStub(), TextcraftStub()
+    with serving(alive) as good:
+        with serving(dead) as bad:
+            pass
+        pool = pool_of([bad, good])
+        assert [pool.play("textcraft", winning) for _ in range(10)] == [1.0] * 10
+        # Asked once; while it is aside, nobody pays for it.
+        assert pool.counters()["textcraft/failures/connection"] == 1
+
+
+def test_a_server_that_dies_in_mid_episode_costs_a_retry_and_no_reward() -> None:
+    dying, alive = TextcraftStub(), TextcraftStub()
+    with serving(dying) as a, serving(alive) as b:
+        pool = pool_of([a, b])
+
+        def episode(session: Session) -> tuple[str, float]:
+            session.reset(0)
+            dying.faults["step"] = HangUp
+            session.step("win")
+            return session.root, session.episode_reward
+
+        assert pool.play("textcraft", episode) == (b, 1.0)
+        assert pool.counters()["textcraft/retries"] == 1
+
+
+def test_a_server_that_comes_back_is_tried_with_one_session_and_then_used(
+    stub: TextcraftStub, url: str
+) -> None:
+    clock = JumpingClock()
+    pool = pool_of([url], clock, health=HealthPolicy(BackOff(first=10.0, jitter=0.0)))
+    stub.faults["create"] = HangUp
+    stub.faults[""] = HangUp
+
+    def heal(condition: threading.Condition, seconds: float) -> None:
+        clock.time += seconds
+        if clock.time > 25.0:
+            stub.faults.clear()
+
+    clock.wait = heal  # type: ignore[method-assign]
+    assert pool.play("textcraft", winning) == 1.0
+    # Aside for 10 s, then for 20 s after the failed check; at 30 s it is back.
+    assert clock.time == 30.0
+    assert pool.counters()["textcraft/failures/connection"] == 2
+
+
+def test_waiting_for_a_server_is_bounded_and_says_what_is_wrong() -> None:
+    with serving(TextcraftStub()) as dead:
+        pass
+    clock = JumpingClock()
+    pool = pool_of([dead], clock, lease_timeout=100.0)
+    with pytest.raises(EnvironmentFailure) as caught, pool.lease("textcraft"):
+        pass
+    assert caught.value.kind is FailureKind.NO_SERVER
+    assert not caught.value.retryable
+    assert "no free session within 100 s" in str(caught.value)
+    assert f"{dead} failed" in str(caught.value)
+    assert "refused" in str(caught.value)
+    assert clock.time >= 100.0
+
+
+def test_waiting_for_room_is_bounded_too(url: str) -> None:
+    pool = pool_of([url], sessions_per_server=1, lease_timeout=5.0)
+    with (
+        pool.lease("textcraft"),
+        pytest.raises(EnvironmentFailure, match="has 1 of 1 sessions in use"),
+        pool.lease("textcraft"),
+    ):
+        pass
+    with pool.lease("textcraft"):
+        pass
+
+
+def test_a_wedged_environment_does_not_block_another() -> None:
+    wedged = TextcraftStub()
+    wedged.faults["create"] = Hang
+    with serving(wedged) as a, serving(recorded("weather")) as b:
+        pool = EnvironmentPool({"textcraft": [a], "weather": [b]}, PoolSettings(Timeouts(2, 30)))
+
+        def stuck() -> None:
+            with contextlib.suppress(EnvironmentFailure), pool.lease("textcraft"):
+                pass
+
+        threads = [threading.Thread(target=stuck, daemon=True) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        while len(wedged.calls) < 16:
+            time.sleep(0.001)
+        with pool.lease("weather") as session:
+            assert session.reset(0).startswith("Now new trial starts.")
+        assert all(thread.is_alive() for thread in threads)
+        pool.close()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_server_that_hangs_is_put_aside_after_its_timeout() -> None:
+    wedged, alive = TextcraftStub(), TextcraftStub()
+    wedged.faults["create"] = Hang
+    with serving(wedged) as a, serving(alive) as b:
+        pool = pool_of([a, b])
+        assert [pool.play("textcraft", winning) for _ in range(5)] == [1.0] * 5
+        assert pool.counters()["textcraft/failures/timeout"] == 1
+
+
+def test_a_server_that_stays_down_is_reported_broken_once(url: str, stub: TextcraftStub) -> None:
+    stub.faults["create"] = Reply("no", 500)
+    reported = []
+    pool = EnvironmentPool(
+        {"textcraft": [url]},
+        PoolSettings(
+            lease_timeout=10.0,
+            health=HealthPolicy(BackOff(1.0, 2.0, 60.0, 0.0), bad_answers=1, broken_after=3),
+        ),
+        clock=JumpingClock(),
+        on_broken=lambda env, where: reported.append((env, where)),
+    )
+    with pytest.raises(EnvironmentFailure), pool.lease("textcraft"):
+        pass
+    # Incidents at 0, 1 and 3 s; at 7 s the fourth; then the deadline.
+    assert reported == [("textcraft", url)] * 2
+
+
+def test_a_replaced_server_takes_over(stub: TextcraftStub, url: str) -> None:
+    with serving(TextcraftStub()) as dead:
+        pass
+    pool = pool_of([dead])
+    pool.replace_server("textcraft", dead, url)
+    assert pool.play("textcraft", winning) == 1.0
+
+
+def test_leases_after_the_last_server_is_dropped_say_why(url: str) -> None:
+    pool = pool_of([url])
+    with pool.lease("textcraft") as session:
+        session.reset(0)
+        pool.drop_server("textcraft", url, "died 5 times")
+    message = r"every server is gone; .*died 5 times"
+    with pytest.raises(EnvironmentFailure, match=message), pool.lease("textcraft"):
+        pass
+
+
+def test_a_session_that_cannot_be_closed_is_counted_and_nothing_more(
+    stub: TextcraftStub, url: str
+) -> None:
+    pool = pool_of([url])
+    stub.faults["close"] = Reply("no", 500)
+    assert pool.play("textcraft", winning) == 1.0
+    assert pool.counters()["textcraft/failures/close"] == 1
+
+
+def test_the_pool_checks_its_servers(stub: TextcraftStub, url: str) -> None:
+    with serving(TextcraftStub()) as dead:
+        pass
+    pool = pool_of([url, dead])
+    report = pool.check()
+    assert report[f"textcraft {url}"] is None
+    failure = report[f"textcraft {dead}"]
+    assert failure is not None
+    assert failure.kind is FailureKind.CONNECTION
+
+
+def test_a_closed_pool_and_an_environment_that_is_not_open_are_refused(url: str) -> None:
+    pool = pool_of([url])
+    with pytest.raises(ValueError, match="'maze' is not open; open are: textcraft"):
+        pool.play("maze", winning)
+    with pytest.raises(ValueError, match="unknown environment 'mazes'"):
+        pool.play("mazes", winning)
+    pool.close()
+    with pytest.raises(EnvironmentFailure, match="the pool is closed"):
+        pool.play("textcraft", winning)
+
+
+def test_thousands_of_leases_leave_nothing_behind(stub: TextcraftStub, url: str) -> None:
+    pool = EnvironmentPool({"textcraft": [url]}, PoolSettings(sessions_per_server=32))
+
+    def episode(number: int) -> None:
+        with pool.lease("textcraft"):
+            pass
+
+    with ThreadPoolExecutor(64) as threads:
+        list(threads.map(episode, range(1000)))
+    assert stub.live == set()
+    assert pool.counters() == {"textcraft/leases": 1000}
+    state = pool._groups["textcraft"]._states[url]
+    assert (state.leases, state.incidents) == (0, 0)
