@@ -35,6 +35,10 @@ class FailureKind(enum.StrEnum):
         return self not in (FailureKind.ITEM, FailureKind.NO_SERVER)
 
 
+class EnvironmentSetupError(RuntimeError):
+    """Environments cannot be opened as asked; nothing was started, or all of it was stopped."""
+
+
 class EnvironmentFailure(Exception):
     """An episode died of infrastructure. It must not become a training sample."""
 

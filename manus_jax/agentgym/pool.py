@@ -7,6 +7,7 @@ waiting and the HTTP around it. Each environment has its own lock, and none is h
 so one that hangs delays nobody else.
 """
 
+import math
 import random
 import threading
 import time
@@ -193,7 +194,7 @@ class _Group:
         self._states: dict[str, ServerState] = {}
         self._kept: dict[str, list[tuple[Session, float]]] = {}  # and since when
         self._stale: list[Session] = []  # to be closed by whoever comes next
-        self._leased: set[tuple[str, int | str]] = set()
+        self._held: set[tuple[str, int | str]] = set()  # ids in use or kept idle
         self._counts: Counter[str] = Counter()
         self._dropped: list[str] = []
         self._last_failure: EnvironmentFailure | None = None
@@ -238,7 +239,10 @@ class _Group:
             session.disconnect()
         else:
             self._close_session(session)
-        self._give_back(url, held.trial, session if keep else None, freed=identifier)
+        if keep:
+            self._give_back(url, held.trial, kept=session)
+        else:
+            self._give_back(url, held.trial, freed=identifier)
 
     def check(self, url: str) -> EnvironmentFailure | None:
         try:
@@ -254,15 +258,13 @@ class _Group:
 
     def replace(self, old: str, new: str) -> None:
         with self._changed:
-            self._states.pop(old, None)
-            self._kept.pop(old, None)
+            self._remove(old)
             self._add(server_root(self._row, new))
             self._changed.notify_all()
 
     def drop(self, url: str, reason: str) -> None:
         with self._changed:
-            self._states.pop(url, None)
-            self._kept.pop(url, None)
+            self._remove(url)
             self._dropped.append(f"{url}: {reason}")
             self._changed.notify_all()
 
@@ -277,9 +279,8 @@ class _Group:
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            for url, kept in self._kept.items():
-                self._stale += [session for session, _ in kept]
-                self._keep(url, [])
+            for url in self._kept:
+                self._stale += self._forget_kept(url)
             self._changed.notify_all()
         self._close_stale()
 
@@ -322,11 +323,12 @@ class _Group:
         session.create()
         assert session.id is not None
         with self._changed:
-            if (url, session.id) not in self._leased:
-                self._leased.add((url, session.id))
+            if (url, session.id) not in self._held:
+                self._held.add((url, session.id))
                 return session
             self._counts[f"failures/{FailureKind.DUPLICATE_ID}"] += 1
-            if url in self._states:
+            is_idle = any(kept.id == session.id for kept, _ in self._kept.get(url, []))
+            if url in self._states and not is_idle:
                 self._states[url] = health.overfull(self._states[url])
         session.disconnect()
         return None
@@ -360,7 +362,7 @@ class _Group:
             self._states[url] = after
             if failure.kind is FailureKind.CONNECTION:
                 # The process is gone, and its idle sessions with it.
-                self._keep(url, [])
+                self._forget_kept(url)
             put_aside = after.incidents > before.incidents
             if put_aside:
                 # Whoever waits for a free place now has a time for the next trial to wait for.
@@ -375,15 +377,13 @@ class _Group:
         kept: Session | None = None,
         freed: int | str | None = None,
     ) -> None:
-        """Frees a place on a server, an id if one was used, and keeps a session for reuse."""
-        if kept is not None:
-            freed = kept.id
+        """Frees a place on a server, and the id that was used there or its session, for reuse."""
         with self._changed:
             if freed is not None:
-                self._leased.discard((url, freed))
+                self._held.discard((url, freed))
             if url in self._states:
-                state = health.released(self._states[url], trial, freed_id=freed is not None)
-                self._states[url] = state
+                back = freed is not None or kept is not None
+                self._states[url] = health.released(self._states[url], trial, freed_id=back)
                 if kept is not None:
                     self._keep(url, [*self._kept[url], (kept, self._clock.now())])
             # One place became free: one of those waiting may have it.
@@ -418,17 +418,26 @@ class _Group:
             return None
         *others, (session, _) = self._kept[url]
         self._keep(url, others)
-        assert session.id is not None
-        self._leased.add((url, session.id))
         return session
 
     def _forget_stale(self, now: float) -> None:
         """Sessions unused for so long that their server may have dropped them are let go."""
-        oldest = now - self._settings.keep_idle
         for url, kept in self._kept.items():
-            if kept and kept[0][1] < oldest:
-                self._stale += [session for session, since in kept if since < oldest]
-                self._keep(url, [(session, since) for session, since in kept if since >= oldest])
+            if kept and kept[0][1] < now - self._settings.keep_idle:
+                self._stale += self._forget_kept(url, now - self._settings.keep_idle)
+
+    def _forget_kept(self, url: str, before: float = math.inf) -> list[Session]:
+        """Drops the idle sessions of a server that were last used before a time."""
+        kept = self._kept[url]
+        forgotten = [session for session, since in kept if since < before]
+        self._held -= {(url, session.id) for session in forgotten if session.id is not None}
+        self._keep(url, [(session, since) for session, since in kept if since >= before])
+        return forgotten
+
+    def _remove(self, url: str) -> None:
+        if url in self._states:
+            self._forget_kept(url)
+            del self._states[url], self._kept[url]
 
     def _no_server(self, why: str) -> EnvironmentFailure:
         now = self._clock.now()

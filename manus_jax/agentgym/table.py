@@ -52,7 +52,9 @@ def _observation_and_actions(answer: Any, look: Any) -> str:
 
 
 def _observation_and_words(answer: Any, look: Any) -> str:
-    return f"{answer['observation']}\nWords the game accepts: {', '.join(look)}"
+    # AgentGym's game has 40 words, which help; a thousand would fill the context.
+    words = ", ".join(look) if len(look) <= 200 else f"{len(look)} common English words"
+    return f"{answer['observation']}\nThe hidden word is one of: {words}"
 
 
 def _never(answer: Any) -> bool:

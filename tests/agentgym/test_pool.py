@@ -180,6 +180,26 @@ def test_sessions_without_a_close_route_are_reset_and_used_again() -> None:
         pool.close()
 
 
+def test_an_id_that_comes_back_while_it_is_handed_out_again_is_leased_once() -> None:
+    creates = []
+
+    def maze(method: str, path: str, body: dict) -> Reply:
+        creates.append(path)
+        if len(creates) == 2:
+            # The first lease ends, and its id is kept, before this answer arrives.
+            first.__exit__(None, None, None)
+        return Reply(json.dumps({"id": (0, 0, 1)[len(creates) - 1]}))
+
+    with serving(maze) as url:
+        pool = EnvironmentPool({"maze": [url]}, clock=JumpingClock())
+        first = pool.lease("maze")
+        assert first.__enter__().id == 0
+        with pool.lease("maze") as second, pool.lease("maze") as third:
+            assert (second.id, third.id) == (0, 1)
+        assert creates == ["/maze/create"] * 3
+        assert pool.counters()["maze/failures/duplicate_id"] == 1
+
+
 def test_a_session_kept_for_too_long_is_not_used_again() -> None:
     clock = JumpingClock()
     created = iter(range(100))
