@@ -12,7 +12,7 @@ which the tokenizer reads as control tokens, as it does everywhere else.
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -65,24 +65,25 @@ class EncodedConversation:
     turn_ends: tuple[int, ...]
 
 
-def message_from_record(record: Mapping[str, Any]) -> Message:
+def message_from_record(record: dict[str, Any]) -> Message:
     """Reads `{"from", "value", "loss"}` (AgentGym, OpenManus) or `{"role", "content"}`.
 
     An assistant's turn is trained unless its `loss` is false; no other turn ever is.
     """
-    if not isinstance(record, Mapping):
+    if not isinstance(record, dict):
         raise ConversationError(f"a message must be an object, got {type(record).__name__}")
-    keys = ("from", "value") if "from" in record else ("role", "content")
-    for key in keys:
-        if not isinstance(record.get(key), str):
-            raise ConversationError(
-                f"a message needs text under {key!r}, got {record.get(key)!r}; "
-                f"its keys are {list(record)}"
-            )
-    name, content = record[keys[0]], record[keys[1]]
-    if name not in ROLES:
-        raise ConversationError(f"unknown role {name!r}; there are {', '.join(ROLES)}")
-    role, loss = ROLES[name], record.get("loss")
+    who, what = ("from", "value") if "from" in record else ("role", "content")
+    name, content = record.get(who), record.get(what)
+    role = ROLES.get(name) if isinstance(name, str) else None
+    if role is None:
+        raise ConversationError(
+            f"unknown role {name!r} under {who!r}; there are {', '.join(ROLES)}"
+            if name is not None
+            else f"a message needs a role under 'role' or 'from'; its keys are {list(record)}"
+        )
+    if not isinstance(content, str):
+        raise ConversationError(f"a message needs text under {what!r}, got {content!r}")
+    loss = record.get("loss")
     return Message(role, content, role == "assistant" and (loss is None or bool(loss)))
 
 

@@ -131,10 +131,11 @@ def test_records_of_both_formats_become_messages(record, message):
 @pytest.mark.parametrize(
     ("record", "error"),
     [
-        ({"from": "robot", "value": "x"}, "unknown role 'robot'; there are human, env, gpt"),
+        ({"from": "robot", "value": "x"}, "unknown role 'robot' under 'from'; there are human,"),
         ({"from": "gpt", "value": None}, "needs text under 'value', got None"),
-        ({"role": "user"}, r"needs text under 'content', got None; its keys are \['role'\]"),
-        ({"text": "x"}, "needs text under 'role'"),
+        ({"role": "user"}, "needs text under 'content', got None"),
+        ({"role": 3, "content": "x"}, "unknown role 3 under 'role'"),
+        ({"text": "x"}, r"needs a role under 'role' or 'from'; its keys are \['text'\]"),
         ("hello", "must be an object, got str"),
     ],
 )
