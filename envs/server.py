@@ -10,6 +10,7 @@ than a whole step of a cheap game.
 import asyncio
 import contextlib
 import json
+import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -33,6 +34,7 @@ from envs.game import (
 from envs.sessions import SessionTable
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
+_logger = logging.getLogger(__name__)
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 _INTEGER = TypeAdapter(int)
 
@@ -242,6 +244,13 @@ def _endpoint(
             if spec.family == "env_idx":
                 return Response(f"Internal Server Error: {error}", 500, media_type="text/plain")
             value = {"error": str(error)}
+        except (RequestValidationError, HTTPException):
+            raise
+        except Exception:
+            # A bug in one game must not cost other sessions their connections, as uvicorn's own
+            # handling would: it drops the connection that saw an exception.
+            _logger.exception("%s %s failed", request.method, request.url.path)
+            return Response("Internal Server Error", 500, media_type="text/plain")
         content = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         return Response(content.encode(), media_type="application/json")
 

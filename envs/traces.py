@@ -1,7 +1,7 @@
 """`python -m envs.traces NAME --n N --out F.parquet`: oracle episodes in OpenManus-RL's schema.
 
 The one idea: a trace is the conversation a perfect agent would have had. The oracle plays the game
-in process; the instruction, its acknowledgement, the observations and the oracle's turns become rows
+in process; the instruction, the acknowledgement, the observations and the turns become rows
 that the supervised warm-up and the task reader take, column for column those of OpenManus-RL.
 """
 

@@ -25,7 +25,12 @@ class Recipe:
     count: int
     inputs: tuple[tuple[str, int], ...]
 
-    @property
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """Everything the recipe mentions."""
+        return frozenset([self.output, *dict(self.inputs)])
+
+    @functools.cached_property
     def command(self) -> str:
         ingredients = ", ".join(f"{amount} {name}" for name, amount in self.inputs)
         return f"craft {self.count} {self.output} using {ingredients}"

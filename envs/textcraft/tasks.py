@@ -73,14 +73,14 @@ def task(item: int) -> Task:
     book = load_book()
     plan = _plan(goal, variant)
     used = list(dict.fromkeys(move.recipe for move in plan if isinstance(move, Craft)))
-    names = frozenset[str]().union(*map(_names, used))
+    names = frozenset[str]().union(*(recipe.names for recipe in used))
     salt = f"{variant}/{goal}"
-    related = [recipe for recipe in book.recipes if names & _names(recipe) and recipe not in used]
+    related = [recipe for recipe in book.recipes if names & recipe.names and recipe not in used]
     distractors = sorted(related, key=lambda recipe: _digest(salt, recipe.command))[
         :MAX_DISTRACTORS
     ]
     if len(distractors) < MIN_DISTRACTORS:
-        others = [recipe for recipe in book.recipes if not names & _names(recipe)]
+        others = [recipe for recipe in book.recipes if not names & recipe.names]
         others.sort(key=lambda recipe: _digest(salt, recipe.command))
         distractors += others[: MIN_DISTRACTORS - len(distractors)]
     shown = sorted([*used, *distractors], key=lambda recipe: _digest("order", salt, recipe.command))
@@ -90,11 +90,6 @@ def task(item: int) -> Task:
 def crafting_steps(item: int) -> int:
     """How many times the plan of an item crafts: its difficulty, from 1 up."""
     return sum(isinstance(move, Craft) for move in task(item).plan)
-
-
-@functools.cache
-def _names(recipe: Recipe) -> frozenset[str]:
-    return frozenset([recipe.output, *dict(recipe.inputs)])
 
 
 def _digest(*parts: str) -> bytes:

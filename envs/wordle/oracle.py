@@ -34,14 +34,14 @@ def oracle(_: int) -> Policy:
 @functools.cache
 def best_guess(candidates: tuple[str, ...]) -> str:
     """The word with the most different answers; among equals one that can be the hidden word."""
-    if len(candidates) <= 2:
-        return candidates[0]
-    fitting = set(candidates)
-
-    def worth(word: str) -> tuple[int, bool]:
-        return len({feedback(word, candidate) for candidate in candidates}), word in fitting
-
-    return max(vocabulary(), key=worth)
+    best, most = candidates[0], 0
+    for word in (*candidates, *vocabulary()):
+        answers = len({feedback(word, candidate) for candidate in candidates})
+        if answers > most:
+            best, most = word, answers
+        if most == len(candidates):
+            break
+    return best
 
 
 def _thought(known: list[tuple[str, str]], candidates: tuple[str, ...], guess: str) -> str:

@@ -1,0 +1,72 @@
+"""256 sessions at once on a real server: no error, and nobody sees another one's game."""
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from conftest import Client
+
+from envs.game import Game
+from envs.registry import load
+
+SESSIONS = 256
+THREADS = 16
+ROUNDS = 4
+DISTURBANCES = {
+    "textcraft": ["inventory", "get 3 sand", "get 1 oak logs", "dance"],
+    "maze": ["move up", "move down", "move left", "move right"],
+    "wordle": ["s l a t e", "c r a n e", "b u d d y", "zzzzz"],
+}
+
+
+class Pair:
+    """A session on the server and the same game played here."""
+
+    def __init__(self, client: Client, session: int, game: Game, seed: int) -> None:
+        self.client, self.session, self.game = client, session, game
+        self.rng = random.Random(seed)
+
+    def reset(self, field: str, item: int) -> None:
+        answer = self.client.ok("/reset", {"id": self.session, field: item})
+        assert answer["observation"] == self.game.reset(item)
+
+    def step(self, action: str) -> bool:
+        step = self.game.step(action)
+        answer = self.client.ok("/step", {"id": self.session, "action": action})
+        assert answer == {"observation": step.observation, "reward": step.reward, "done": step.done}
+        return step.done
+
+
+@pytest.mark.parametrize("name", ["textcraft", "maze", "wordle"])
+def test_256_interleaved_sessions_each_see_their_own_game(
+    served: Callable[[str], str], name: str
+) -> None:
+    spec = load(name)
+    url = served(name)
+    items = [*spec.items("train"), *spec.items("test")]
+
+    def play_some(thread: int) -> list[int]:
+        client = Client(url)
+        pairs = []
+        for index in range(SESSIONS // THREADS):
+            session = client.ok("/create", {})["id"]
+            pairs.append(Pair(client, session, spec.new_game(), seed=1000 * thread + index))
+        for pair in pairs:
+            pair.reset(spec.item_field, items[pair.rng.randrange(len(items))])
+        live = list(pairs)
+        for _ in range(ROUNDS):
+            live = [pair for pair in live if not pair.step(pair.rng.choice(DISTURBANCES[name]))]
+        for pair in live:
+            answer: Any = client.get(f"/observation?id={pair.session}")
+            assert answer == (200, pair.game.observation())
+        return [pair.session for pair in pairs]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        sessions = [session for part in pool.map(play_some, range(THREADS)) for session in part]
+    assert len(set(sessions)) == SESSIONS
+    client = Client(url)
+    assert set(sessions) <= set(client.get("/list_envs")[1])
+    assert all(client.ok("/close", {"id": session}) for session in sessions)
+    assert not set(sessions) & set(client.get("/list_envs")[1])

@@ -1,0 +1,87 @@
+"""Recorded oracle episodes: OpenManus-RL's columns, and conversations that replay to a win."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from envs.registry import load
+from envs.traces import main
+
+# The schema of OpenManus-RL's textcraft-train.parquet, as pyarrow prints it.
+OPENMANUS_COLUMNS = {
+    "data_source": "string",
+    "item_id": "string",
+    "conversations": "list<element: struct<from: string, loss: bool, value: string>>",
+    "prompt": "list<element: struct<content: string, role: string>>",
+    "ability": "string",
+    "reward_model": "struct<ground_truth: string, style: string>",
+    "extra_info": "struct<conversations: string, index: int64, split: string>",
+}
+
+
+def write(tmp_path: Path, *arguments: str) -> pa.Table:
+    out = tmp_path / "traces" / "out.parquet"
+    assert main([*arguments, "--out", str(out)]) == 0
+    return pq.read_table(out)
+
+
+def action_of(turn: str) -> str:
+    return turn.split("Action:\n")[1]
+
+
+@pytest.mark.parametrize("name", ["textcraft", "maze", "wordle"])
+def test_traces_have_openmanus_columns_and_replay_to_a_win(name: str, tmp_path: Path) -> None:
+    table = write(tmp_path, name, "--n", "5", "--split", "train", "--seed", "3")
+    assert {field.name: str(field.type) for field in table.schema} == OPENMANUS_COLUMNS
+    spec = load(name)
+    for index, row in enumerate(table.to_pylist()):
+        item = int(row["item_id"].removeprefix(f"{name}_"))
+        assert item in spec.items("train")
+        assert (row["data_source"], row["ability"]) == (name, "agent-reasoning")
+        conversation: list[dict[str, Any]] = row["conversations"]
+        assert json.loads(row["reward_model"]["ground_truth"]) == conversation
+        assert json.loads(row["extra_info"]["conversations"]) == conversation
+        assert (row["extra_info"]["index"], row["extra_info"]["split"]) == (index, "train")
+        assert [turn["from"] for turn in conversation] == ["human", "gpt"] * (
+            len(conversation) // 2
+        )
+        losses = [turn["loss"] for turn in conversation]
+        assert losses == [None, False, *[None, True] * (len(losses) // 2 - 1)]
+        assert conversation[0]["value"] == spec.instruction == row["prompt"][0]["content"]
+        game = spec.new_game()
+        assert game.reset(item) == conversation[2]["value"]
+        for agent, human in zip(conversation[3::2], conversation[4::2], strict=False):
+            assert game.step(action_of(agent["value"])).observation == human["value"]
+        assert spec.won(game.step(action_of(conversation[-1]["value"])))
+
+
+def test_the_seed_chooses_the_items(tmp_path: Path) -> None:
+    def drawn(seed: str) -> list[str]:
+        table = write(tmp_path, "maze", "--n", "8", "--split", "test", "--seed", seed)
+        ids: list[str] = table["item_id"].to_pylist()
+        return ids
+
+    assert drawn("1") == drawn("1") != drawn("2")
+    assert len(set(drawn("1"))) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["chess", "--n", "1"], "unknown environment 'chess'; there are: babyai, maze"),
+        (["maze", "--n", "0"], "--n must be at least 1"),
+        (["maze", "--n", "1", "--split", "dev"], "there are: train, test"),
+        (["maze", "--n", "201", "--split", "test"], "200 winnable items in test"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--out", str(tmp_path / "x.parquet")]) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1
+    assert not (tmp_path / "x.parquet").exists()
