@@ -7,9 +7,9 @@ not copied, where nothing changed.
 
 As a pytree, the arrays are the children; the host values are static data, compared by content. So
 `jit` does not retrace for equal content, and never hands back the host values of another batch. It
-does retrace when they differ: a step that sees fresh rows each time takes `proto.batch`, or
-`proto.select(non_tensor_batch_keys=[])`. Flattening snapshots both dicts, but not what is nested in
-their values: treat those as immutable.
+does retrace when they differ: a step that sees fresh rows each time takes `proto.batch`, or a
+`proto.select(None, [], [])` without host values. Flattening snapshots both dicts, but not what is
+nested in their values: treat those as immutable.
 """
 
 import dataclasses
@@ -20,12 +20,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from manus_jax import data_proto_columns as columns
 from manus_jax import data_proto_file
-
-Array = np.ndarray | jax.Array
+from manus_jax.data_proto_columns import Array
 
 ROW_WEIGHT = "row_weight"
 """float32 `[rows]`: 1 (or any positive weight) on real rows, 0 on padding rows."""
@@ -53,16 +52,16 @@ class DataProto:
 
     def __post_init__(self) -> None:
         for key, value in self.batch.items():
-            _check_array(key, value)
-        columns = {key: _object_column(key, v) for key, v in self.non_tensor_batch.items()}
+            columns.check_array(key, value)
+        others = {key: columns.object_column(key, v) for key, v in self.non_tensor_batch.items()}
         object.__setattr__(self, "batch", dict(self.batch))
-        object.__setattr__(self, "non_tensor_batch", columns)
+        object.__setattr__(self, "non_tensor_batch", others)
         object.__setattr__(self, "meta_info", dict(self.meta_info))
-        sizes = {key: len(value) for key, value in (self.batch | columns).items()}
+        sizes = {key: len(value) for key, value in (self.batch | others).items()}
         if len(set(sizes.values())) > 1:
             listed = ", ".join(f"{key!r} has {size}" for key, size in sizes.items())
             raise ValueError(f"every key must have the same number of rows, but {listed}")
-        if both := self.batch.keys() & columns.keys():
+        if both := self.batch.keys() & others.keys():
             raise ValueError(f"keys {sorted(both)} are in both batch and non_tensor_batch")
 
     @classmethod
@@ -79,7 +78,7 @@ class DataProto:
         cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None
     ) -> "DataProto":
         """Sorts columns by type: number and bool arrays are tensors, all else is per-row values."""
-        tensors = {key: value for key, value in data.items() if _is_numeric_array(value)}
+        tensors = {key: value for key, value in data.items() if columns.is_numeric_array(value)}
         others = {key: value for key, value in data.items() if key not in tensors}
         return cls.from_dict(tensors, others, meta_info)
 
@@ -171,9 +170,9 @@ class DataProto:
     ) -> "DataProto":
         """Keeps the named keys; `None` keeps all of that part."""
         return self._unchecked(
-            _pick(self.batch, batch_keys, "batch"),
-            _pick(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch"),
-            _pick(self.meta_info, meta_info_keys, "meta_info"),
+            columns.pick(self.batch, batch_keys, "batch"),
+            columns.pick(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch"),
+            columns.pick(self.meta_info, meta_info_keys, "meta_info"),
         )
 
     def pop(
@@ -193,11 +192,11 @@ class DataProto:
 
     def rename(self, names: Mapping[str, str]) -> "DataProto":
         """Renames keys of `batch` and `non_tensor_batch`: `{old: new}`."""
-        columns = [*self.batch, *self.non_tensor_batch]
+        keys = [*self.batch, *self.non_tensor_batch]
         for old in names:
-            if old not in columns:
-                raise KeyError(f"cannot rename unknown key {old!r}; there are {columns}")
-        renamed = [names.get(key, key) for key in columns]
+            if old not in keys:
+                raise KeyError(f"cannot rename unknown key {old!r}; there are {keys}")
+        renamed = [names.get(key, key) for key in keys]
         for new in renamed:
             if renamed.count(new) > 1:
                 raise ValueError(f"renaming {dict(names)} gives two columns the name {new!r}")
@@ -212,9 +211,9 @@ class DataProto:
         if self._has_columns and other._has_columns and len(self) != len(other):
             raise ValueError(f"union of {len(self)} rows with {len(other)} rows")
         return DataProto(
-            _merge(self.batch, other.batch, "batch"),
-            _merge(self.non_tensor_batch, other.non_tensor_batch, "non_tensor_batch"),
-            _merge(self.meta_info, other.meta_info, "meta_info"),
+            columns.merge(self.batch, other.batch, "batch"),
+            columns.merge(self.non_tensor_batch, other.non_tensor_batch, "non_tensor_batch"),
+            columns.merge(self.meta_info, other.meta_info, "meta_info"),
         )
 
     @property
@@ -235,8 +234,10 @@ class DataProto:
                         f"concat: {part} of item {number} has keys {sorted(there)}, "
                         f"that of item 0 has {sorted(here)}"
                     )
-            meta = _merge(meta, proto.meta_info, "meta_info")
-        batch = {key: _concat_arrays(key, [p.batch[key] for p in protos]) for key in first.batch}
+            meta = columns.merge(meta, proto.meta_info, "meta_info")
+        batch = {
+            key: columns.concat_arrays(key, [p.batch[key] for p in protos]) for key in first.batch
+        }
         others = {
             key: np.concatenate([p.non_tensor_batch[key] for p in protos])
             for key in first.non_tensor_batch
@@ -313,7 +314,7 @@ class DataProto:
         padded: dict[str, Array] = {}
         for key, value in batch.items():
             zeros = np.zeros((extra, *value.shape[1:]), value.dtype)
-            padded[key] = _concat_arrays(key, [value, zeros]) if extra else value
+            padded[key] = columns.concat_arrays(key, [value, zeros]) if extra else value
         nones = np.full(extra, None, object)
         others = {key: np.concatenate([v, nones]) for key, v in self.non_tensor_batch.items()}
         return DataProto(padded, others, self.meta_info)
@@ -343,7 +344,7 @@ class DataProto:
         spec = jax.sharding.PartitionSpec(axes) if axes else jax.sharding.PartitionSpec()
         sharding = jax.sharding.NamedSharding(mesh, spec)
         batch = {key: _place(value, sharding) for key, value in self.batch.items()}
-        return self._unchecked(batch, self.non_tensor_batch, self.meta_info)
+        return self._unchecked(batch, dict(self.non_tensor_batch), self.meta_info)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one file, without pickle, and renames it into place."""
@@ -372,8 +373,8 @@ class _HostValues:
         return isinstance(other, _HostValues) and (
             self is other
             or (
-                _same(self.non_tensor_batch, other.non_tensor_batch)
-                and _same(self.meta_info, other.meta_info)
+                columns.same(self.non_tensor_batch, other.non_tensor_batch)
+                and columns.same(self.meta_info, other.meta_info)
             )
         )
 
@@ -398,98 +399,6 @@ def _unflatten(host: _HostValues, children: Iterable[Any]) -> DataProto:
 
 
 jax.tree_util.register_pytree_with_keys(DataProto, _flatten_with_keys, _unflatten, _flatten)
-
-
-def _is_numeric_array(value: Any) -> bool:
-    return isinstance(value, jax.Array) or (
-        isinstance(value, np.ndarray)
-        and (value.dtype == bool or jax.dtypes.issubdtype(value.dtype, np.number))
-    )
-
-
-def _check_array(key: str, value: Any) -> None:
-    if not _is_numeric_array(value):
-        kind = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
-        raise ValueError(
-            f"batch[{key!r}] must be a NumPy or JAX array of numbers or bools, got {kind}; "
-            "per-row Python values belong in non_tensor_batch"
-        )
-    if value.ndim == 0:
-        raise ValueError(f"batch[{key!r}] is a scalar; it needs a leading row dimension")
-
-
-def _object_column(key: str, values: Any) -> np.ndarray:
-    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
-        return values
-    if isinstance(values, np.ndarray) and values.ndim > 0:
-        values = values.tolist()
-    if not isinstance(values, list | tuple):
-        raise ValueError(
-            f"non_tensor_batch[{key!r}] must be a list, tuple or array with one value per row, "
-            f"got {type(values).__name__}"
-        )
-    column = np.empty(len(values), object)
-    for row, value in enumerate(values):  # one by one: NumPy would unpack nested lists
-        column[row] = value
-    return column
-
-
-def _pick(part: dict[str, Any], keys: Iterable[str] | None, name: str) -> dict[str, Any]:
-    if keys is None:
-        return dict(part)
-    if isinstance(keys, str):
-        raise ValueError(f"{name} keys must be a list of names, got the string {keys!r}")
-    keys = list(keys)
-    for key in keys:
-        if key not in part:
-            raise KeyError(f"no key {key!r} in {name}; there are {list(part)}")
-    return {key: part[key] for key in keys}
-
-
-def _merge(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> dict[str, Any]:
-    for key in ours.keys() & theirs.keys():
-        if not _same(ours[key], theirs[key]):
-            raise ValueError(
-                f"{name}[{key!r}] differs between the two: "
-                f"{_describe(ours[key])} and {_describe(theirs[key])}"
-            )
-    return ours | theirs
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, np.ndarray | jax.Array):
-        return f"{value.dtype}{list(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Equal in type and content; NaN equals itself, and 1, 1.0 and True are three things."""
-    if a is b:
-        return True
-    if isinstance(a, np.ndarray | jax.Array) and isinstance(b, np.ndarray | jax.Array):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        if a.dtype == object:
-            return all(map(_same, a.ravel(), b.ravel()))
-        return np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return bool(a == b) or bool(a != a and b != b)
-
-
-def _concat_arrays(key: str, arrays: Sequence[Array]) -> Array:
-    kinds = {(str(array.dtype), array.shape[1:]) for array in arrays}
-    if len(kinds) > 1:
-        listed = ", ".join(f"{dtype}[rows, *{shape}]" for dtype, shape in sorted(kinds))
-        raise ValueError(f"concat: batch[{key!r}] is not the same in all: {listed}")
-    if any(isinstance(array, jax.Array) for array in arrays):
-        return jnp.concatenate(arrays)
-    return np.concatenate(arrays)
 
 
 def _place(value: Array, sharding: jax.sharding.NamedSharding) -> jax.Array:

@@ -1,7 +1,9 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -243,6 +245,27 @@ def test_the_end_of_turn_is_found_where_eos_is_another_token():
     assert ChatStream(base).stop_id == base.convert_tokens_to_ids("<|im_end|>")
     encoded = encode_conversation(base, [user("a"), agent("b")])
     assert base.decode(encoded.input_ids[encoded.loss_mask]) == "b<|im_end|>"
+
+
+REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "openmanus_rl"
+
+
+@pytest.mark.parametrize("name", ["babyai-val", "textcraft-val", "weather-val"])
+def test_real_conversations_train_on_what_the_agent_said_and_nothing_else(name):
+    path = REAL / f"{name}.parquet"
+    if not path.exists():
+        pytest.skip(f"OpenManus-RL's {path.name} is not here")
+    rows = pq.read_table(path, columns=["conversations"])["conversations"].to_pylist()
+    tokenizer = train_tokenizer([turn["value"] for row in rows for turn in row], 600)
+    names = {"human": "user", "gpt": "assistant"}
+    for row in rows:
+        encoded = encode_conversation(tokenizer, [message_from_record(turn) for turn in row])
+        whole = "".join(
+            f"<|im_start|>{names[turn['from']]}\n{turn['value']}<|im_end|>\n" for turn in row
+        )
+        said = "".join(f"{turn['value']}<|im_end|>" for turn in row if turn["loss"])
+        assert tokenizer.decode(encoded.input_ids) == whole.removesuffix("\n")
+        assert tokenizer.decode(encoded.input_ids[encoded.loss_mask]) == said
 
 
 # rollouts

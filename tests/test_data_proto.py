@@ -143,6 +143,13 @@ def test_indexes_out_of_range_raise_also_for_jax_arrays(jax_arrays):
         make(4, jax_arrays)[-5]
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint64])
+def test_indexes_of_any_integer_type(dtype):
+    picked = make(300)[np.array([100, 0], dtype)]
+    assert picked.non_tensor_batch["uid"].tolist() == ["row 100", "row 0"]
+    assert make(3)[jnp.array(2)].non_tensor_batch["uid"] == "row 2"
+
+
 def test_bad_indexes_name_their_fault():
     with pytest.raises(ValueError, match="bool mask of 3 does not fit 4 rows"):
         make(4)[np.array([True, False, True])]
