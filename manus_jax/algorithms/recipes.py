@@ -205,7 +205,8 @@ def compute_advantages(
       token_rewards: [B, T], any KL penalty already inside; only agent tokens count.
       mask: agent tokens, [B, T].
       group_ids: the task of each episode, int, [B], in [0, B).
-      valid: [B]; False rows (failed, padding) leave every number untouched and get 0.
+      valid: [B]; False rows (failed, padding), and rows without agent tokens, leave every number
+        untouched and get 0.
       values: the critic's, [B, T], if the recipe needs one.
       greedy_scores: score of a greedy episode of the same task, [B], if the recipe needs it.
       steps: if the recipe needs step groups.
@@ -222,7 +223,8 @@ def compute_advantages(
     chex.assert_equal_shape([token_rewards, mask])
     chex.assert_type([token_rewards, group_ids], [float, int])
 
-    valid = jnp.asarray(valid, bool)
+    # A row without agent tokens has no score: counted as 0 it would shift its group's baseline.
+    valid = jnp.asarray(valid, bool) & jnp.asarray(mask, bool).any(-1)
     mask = jnp.asarray(mask, bool) & valid[:, None]
     token_rewards = jnp.where(mask, token_rewards, 0.0).astype(jnp.float32)
     episodes = Episodes(

@@ -122,6 +122,16 @@ def test_group_recipes_give_each_token_its_episodes_advantage():
         assert returns is None
 
 
+def test_a_row_without_agent_tokens_does_not_shift_its_group():
+    # Scores 1 and 3 alone; with a third of 0 the mean would be 4/3.
+    rewards = jnp.array([[1.0, 0.0], [3.0, 0.0], [5.0, 0.0]])
+    mask = jnp.array([[1, 1], [1, 0], [0, 0]])
+    adv, _ = compute_advantages(
+        get_recipe("dr_grpo"), rewards, mask, jnp.zeros(3, int), jnp.ones(3)
+    )
+    np.testing.assert_allclose(adv, [[-1, -1], [1, 0], [0, 0]])
+
+
 def test_ppo_whitens_gae_and_returns_what_the_critic_should_learn():
     batch = random_batch(1)
     adv, returns = advantages_of("ppo", batch)
