@@ -200,9 +200,13 @@ class _Service:
         session.total_reward = 0
 
     async def _drop(self, session: Session) -> None:
+        """Take the session out and close its game; a failure to close is only reported."""
         self.table.remove(session.id)
         async with session.lock:
-            await self._run(session.game.close)
+            try:
+                await self._run(session.game.close)
+            except Exception:
+                _logger.exception("closing the game of session %d failed", session.id)
 
     @contextlib.asynccontextmanager
     async def _session(self, session_id: int) -> AsyncIterator[Session]:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from conftest import Client
+from env_servers import Client
 
 from envs.game import Game
 from envs.registry import load

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import AppServer, Client
+from env_servers import AppServer, Client
 
 from envs.registry import load
 from envs.server import build_app

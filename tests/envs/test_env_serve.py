@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Client
+from env_servers import Client
 
 from envs import registry
 from envs.serve import main, process_lives

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import AppServer, Client
+from env_servers import AppServer, Client
 
 from envs.game import EnvironmentSpec, GameError, Step, fixed_splits
 from envs.server import build_app
@@ -47,6 +47,8 @@ class Echo:
 
     def close(self) -> None:
         self.closed.append(self)
+        if self.item == 9:
+            raise RuntimeError("a bug at the very end")
 
 
 @pytest.fixture
@@ -264,6 +266,16 @@ def test_a_bug_in_a_game_is_a_500_of_that_request_alone(
     client.ok("/reset", {"id": 0, "data_idx": 2})
     assert client.post("/step", {"id": 0, "action": "crash"})[0] == 500
     assert client.ok("/step", {"id": 0, "action": "x"})["observation"] == "2:x"
+
+
+def test_a_game_that_fails_to_close_is_gone_all_the_same(
+    serve_app: AppServer, echo: type[Echo]
+) -> None:
+    client = Client(serve_app(build_app(spec_of("id", echo))))
+    client.ok("/create")
+    client.ok("/reset", {"id": 0, "data_idx": 9})
+    assert client.ok("/close", {"id": 0}) is True
+    assert client.get("/list_envs") == (200, [])
 
 
 def test_what_is_no_text_reaches_the_game_as_replacement_characters(
