@@ -11,6 +11,8 @@ from envs.wordle.tasks import WORD_LENGTH, feedback, still_possible, vocabulary
 
 # Splits the vocabulary into the most parts of all words; found by trying them all, once.
 OPENING = "slate"
+# Among more candidates than these, one of them is a good enough guess and much faster to find.
+FEW = 30
 
 
 def oracle(_: int) -> Policy:
@@ -35,7 +37,8 @@ def oracle(_: int) -> Policy:
 def best_guess(candidates: tuple[str, ...]) -> str:
     """The word with the most different answers; among equals one that can be the hidden word."""
     best, most = candidates[0], 0
-    for word in (*candidates, *vocabulary()):
+    others = vocabulary() if len(candidates) <= FEW else ()
+    for word in (*candidates, *others):
         answers = len({feedback(word, candidate) for candidate in candidates})
         if answers > most:
             best, most = word, answers

@@ -1,4 +1,4 @@
-"""Fixtures of the environment tests: servers in processes of their own or in threads of this one."""
+"""Fixtures of the environment tests: servers in processes of their own, or in threads."""
 
 import os
 import subprocess
