@@ -11,6 +11,8 @@ from typing import Literal
 
 import numpy as np
 
+from manus_jax.algorithms.aggregation import sequence_weights
+
 Overlong = Literal["error", "drop", "cut"]
 
 
@@ -33,6 +35,8 @@ class Sample:
     turn_ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if len(self.input_ids) == 0 or self.loss_mask[0]:
+            raise PackingError("a sequence needs a first token that is given, not trained")
         for name, x in {"loss_mask": self.loss_mask, **self.fields}.items():
             if x.shape != self.input_ids.shape:
                 raise PackingError(
@@ -121,6 +125,18 @@ def fit(
     return kept, {"packing/overlong_dropped": float(dropped), "packing/overlong_cut": float(cut)}
 
 
+def with_loss_weights(
+    samples: Sequence[Sample], mode: str, norm_constant: float | None = None
+) -> list[Sample]:
+    """The samples with a field `loss_weights`: the whole batch's denominators, per token."""
+    lengths = np.array([s.loss_mask.sum() for s in samples], np.int64)
+    weights = sequence_weights(lengths, mode, norm_constant)
+    return [
+        dataclasses.replace(s, fields={**s.fields, "loss_weights": w * s.loss_mask})
+        for s, w in zip(samples, weights, strict=True)
+    ]
+
+
 def pack(samples: Sequence[Sample], layout: Layout, pad_id: int = 0) -> Packed:
     """First-fit-decreasing into `layout`; deterministic for the same samples in the same order."""
     rows_of = _first_fit_decreasing([len(s) for s in samples], layout.length)
@@ -149,8 +165,6 @@ def pack(samples: Sequence[Sample], layout: Layout, pad_id: int = 0) -> Packed:
             arrays["segment_ids"][row, span] = segment
             arrays["positions"][row, span] = np.arange(len(sample))
             arrays["loss_mask"][row, span] = sample.loss_mask
-            # Nothing in the row predicts a sequence's first token.
-            arrays["loss_mask"][row, start] = False
             for name in names:
                 arrays[name][row, span] = sample.fields[name]
             places[index] = (*divmod(row, layout.rows), start, len(sample))

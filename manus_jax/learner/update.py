@@ -106,7 +106,7 @@ def make_update(
         state: TrainState, batch: Batch, used: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         grads, loss, metrics = accumulate(objective, state.params, batch, used)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)

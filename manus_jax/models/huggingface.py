@@ -254,7 +254,8 @@ def _write_weights(params: Params, card: ModelCard, directory: Path) -> None:
         for name, path, layer in members:
             array = _get(params, path)
             host = np.asarray(array if layer is None else array[layer])
-            tensors[name] = host.astype(_DTYPES[card.tensor_types[name]], copy=False)
+            host = host.astype(_DTYPES[card.tensor_types[name]], copy=False)
+            tensors[name] = np.ascontiguousarray(host)
             total += tensors[name].nbytes
         save_file(tensors, directory / file, metadata={"format": "pt"})
     if list(names) != [SINGLE_FILE]:

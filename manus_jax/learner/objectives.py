@@ -1,0 +1,96 @@
+"""What an update minimises: supervised loss, policy loss, value loss.
+
+Each objective runs the model on a micro-batch of packed rows and returns the sum of per-token
+losses times the batch's `loss_weights` (the global denominators are in them), with sums of
+per-token metrics over the trained tokens. It knows nothing of algorithms: a policy loss arrives as
+a function of log-probs and fields.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from manus_jax.algorithms.losses import value_loss
+from manus_jax.learner.update import Batch, Objective, Params
+from manus_jax.models.log_probs import token_log_probs
+from manus_jax.models.transformer import Critic, Transformer
+
+TOKENS = "tokens"
+PolicyLoss = Callable[[jax.Array, Mapping[str, jax.Array]], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+def _rows(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return batch["input_ids"], batch["segment_ids"], batch["positions"]
+
+
+def log_probs_of(
+    graphdef: nnx.GraphDef[Transformer],
+    params: Params,
+    batch: Batch,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probs and entropies of the trained tokens, float32 [rows, length]."""
+    model = nnx.merge(graphdef, params)
+    hidden = model.hidden_states(*_rows(batch))
+    return token_log_probs(
+        hidden, model.head(), batch["input_ids"], batch["loss_mask"], temperature, with_entropy
+    )
+
+
+def _sums(mask: jax.Array, stats: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    sums = {name: jnp.sum(jnp.where(mask, x, 0.0)) for name, x in stats.items()}
+    return {**sums, TOKENS: jnp.sum(mask.astype(jnp.float32))}
+
+
+def supervised(graphdef: nnx.GraphDef[Transformer]) -> Objective:
+    """Cross-entropy of the trained tokens."""
+
+    def objective(params: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        log_probs, _ = log_probs_of(graphdef, params, batch)
+        return -jnp.sum(batch["loss_weights"] * log_probs), _sums(
+            batch["loss_mask"], {"nll": -log_probs}
+        )
+
+    return objective
+
+
+def policy(
+    graphdef: nnx.GraphDef[Transformer],
+    loss: PolicyLoss,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> Objective:
+    """A policy loss on log-probs; the batch holds the fields that the loss wants."""
+
+    def objective(params: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        log_probs, entropy = log_probs_of(graphdef, params, batch, temperature, with_entropy)
+        fields: dict[str, Any] = {**batch, "mask": batch["loss_mask"], "entropy": entropy}
+        loss_t, stats = loss(log_probs, fields)
+        return jnp.sum(batch["loss_weights"] * loss_t), _sums(batch["loss_mask"], stats)
+
+    return objective
+
+
+def critic(graphdef: nnx.GraphDef[Critic], cliprange: float) -> Objective:
+    """Clipped value loss; the batch holds `returns` and the `values` before the update."""
+
+    def objective(params: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        values = nnx.merge(graphdef, params)(*_rows(batch))
+        loss_t, stats = value_loss(values, batch["values"], batch["returns"], cliprange)
+        mask = batch["loss_mask"]
+        loss_t = jnp.where(mask, loss_t, 0.0)
+        return jnp.sum(batch["loss_weights"] * loss_t), _sums(mask, {**stats, "vpred": values})
+
+    return objective
+
+
+def token_means(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metric sums of an update as means over its trained tokens, on the host."""
+    host = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
+    tokens = host.pop(TOKENS)
+    whole = {k: host.pop(k) for k in ("loss", "grad_norm", "update_skipped") if k in host}
+    return {**whole, **{k: v / max(tokens, 1.0) for k, v in host.items()}, TOKENS: tokens}

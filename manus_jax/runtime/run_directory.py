@@ -1,0 +1,98 @@
+"""A run's directory: its config, metrics, model card, checkpoints and exports.
+
+The same command on the same directory goes on where the run stopped. A directory that belongs to
+another configuration is refused, with what differs. Settings that only say how long to run, how
+often to save or on which devices may change between two starts.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# Bindings that leave the run's mathematics as it is.
+_MAY_CHANGE = re.compile(
+    r"^(mesh\.\w+|\w+\.(run_dir|total_steps|save_freq|test_freq|keep_checkpoints|export))$"
+)
+
+
+class RunDirectoryError(ValueError):
+    """A run directory that cannot be used, with the reason."""
+
+
+class RunDirectory:
+    def __init__(self, path: str | Path, operative_config: str):
+        """Creates or opens `path`; raises when it holds another configuration's run."""
+        self.path = Path(path).expanduser()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            config = self.path / "config.gin"
+            if config.exists():
+                _refuse_changes(config.read_text(), operative_config, self.path)
+            write_atomically(config, operative_config)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"run directory {self.path} cannot be written: {error}"
+            ) from None
+        self._metrics = self.path / "metrics.jsonl"
+
+    @property
+    def model(self) -> Path:
+        """The model card: config and tokenizer, without weights."""
+        return self.path / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def export(self, step: int) -> Path:
+        return self.path / "export" / str(step)
+
+    def append_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """One JSON object per line; on disk when this returns."""
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drops lines of later steps: a resumed run writes them again."""
+        if not self._metrics.exists():
+            return
+        kept = []
+        for line in self._metrics.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except (json.JSONDecodeError, KeyError):
+                continue  # a line cut short by a kill
+        write_atomically(self._metrics, "".join(kept))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Readers see the old file or the new one, never half of it."""
+    work = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    work.write_text(text)
+    work.replace(path)
+
+
+def _bindings(text: str) -> dict[str, str]:
+    joined = text.replace("\\\n", " ")
+    pairs = re.findall(r"^([\w./]+) = *((?:.*)(?:\n[ \t]+.*)*)", joined, flags=re.MULTILINE)
+    return {name: " ".join(value.split()) for name, value in pairs}
+
+
+def _refuse_changes(old: str, new: str, path: Path) -> None:
+    before, after = _bindings(old), _bindings(new)
+    changed = [
+        f"{name} was {before.get(name, 'not set')} and is {after.get(name, 'not set')}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name) and not _MAY_CHANGE.match(name)
+    ]
+    if changed:
+        raise RunDirectoryError(
+            f"{path} holds a run of another configuration: {'; '.join(changed)}. "
+            "Choose another run_dir, or the old settings"
+        )

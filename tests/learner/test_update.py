@@ -1,0 +1,220 @@
+"""The update is one number whatever the mesh, the micro-batches and the packing."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from manus_jax.algorithms.recipes import get_recipe, policy_loss
+from manus_jax.learner import objectives
+from manus_jax.learner.mesh import MeshError, make_mesh, param_shardings, param_spec
+from manus_jax.learner.optimizer import adamw, learning_rate
+from manus_jax.learner.packing import Layout, Sample, pack, with_loss_weights
+from manus_jax.learner.update import accumulate, init_state, make_update, put_batch
+from manus_jax.models.architecture import Architecture
+from manus_jax.models.transformer import Compute, Critic, Transformer, abstract_model, init_params
+
+ARCH = Architecture("qwen3", 64, 32, 64, 2, 8, 8, 8, qk_norm=True, initializer_range=0.2)
+FIELDS = ("advantages", "old_log_probs", "ref_log_probs", "sampler_log_probs", "values", "returns")
+
+
+def ragged_samples(seed=0, count=11, longest=60):
+    """Unequal lengths and unequal shares of trained tokens: equal ones hide wrong denominators."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for n in rng.integers(5, longest, count):
+        mask = rng.random(n) < rng.uniform(0.1, 0.9)
+        mask[0], mask[-1] = False, True
+        fields = {k: rng.normal(size=n).astype(np.float32) for k in FIELDS}
+        for k in ("old_log_probs", "ref_log_probs", "sampler_log_probs"):
+            fields[k] = (-4 + 0.3 * fields[k]).astype(np.float32)
+        samples.append(Sample(rng.integers(0, 64, n).astype(np.int32), mask, fields))
+    return samples
+
+
+def policy_objective(recipe="grpo", compute=None):
+    graphdef, _ = abstract_model(Transformer, ARCH, compute or Compute())
+    recipe = get_recipe(recipe)
+    return objectives.policy(
+        graphdef, policy_loss(recipe), with_entropy="entropy" in recipe.loss_fields
+    )
+
+
+def gradient_of(objective, params, packed):
+    return jax.jit(lambda p, b, n: accumulate(objective, p, b, n))(
+        params, packed.arrays, packed.used
+    )
+
+
+def packed_batch(samples, layout, mode="token-mean"):
+    return pack(with_loss_weights(samples, mode), layout)
+
+
+def updated_params(samples, layout, mesh_sizes, recipe="grpo", steps=1):
+    """Parameters after real updates (plain SGD shows the gradient itself) on the given mesh."""
+    devices = jax.devices()[: int(np.prod(mesh_sizes))]
+    mesh = make_mesh(*mesh_sizes, devices=devices)
+    compute = Compute()
+    _, shapes = abstract_model(Transformer, ARCH, compute)
+    params = init_params(Transformer, ARCH, compute, 0, param_shardings(shapes, mesh))
+    optimizer = optax.sgd(0.5)
+    update = make_update(policy_objective(recipe), optimizer, mesh, shapes)
+    state = init_state(params, optimizer, mesh)
+    packed = packed_batch(samples, layout, get_recipe(recipe).aggregation)
+    for _ in range(steps):
+        state, metrics = update(state, put_batch(packed.arrays, mesh), np.int32(packed.used))
+    assert float(metrics["grad_norm"]) > 1e-2
+    return jax.device_get(state.params), {k: float(v) for k, v in metrics.items()}
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return updated_params(ragged_samples(), Layout(2, 8, 64), (1, 1, 1))
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)])
+def test_every_mesh_gives_the_parameters_of_one_device(sizes, one_device):
+    params, metrics = updated_params(ragged_samples(), Layout(2, 8, 64), sizes)
+    chex.assert_trees_all_close(params, one_device[0], atol=2e-6, rtol=2e-5)
+    chex.assert_trees_all_close(metrics, one_device[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", [Layout(11, 1, 64), Layout(6, 2, 64), Layout(3, 4, 128)])
+def test_every_micro_batching_gives_the_same_parameters(layout, one_device):
+    params, metrics = updated_params(ragged_samples(), layout, (1, 1, 1))
+    chex.assert_trees_all_close(params, one_device[0], atol=2e-6, rtol=2e-5)
+    chex.assert_trees_all_close(metrics, one_device[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "grpo", "dapo", "gspo", "cispo", "rloo"])
+def test_packed_gradients_equal_unpacked_ones_over_the_whole_tree(recipe):
+    samples = ragged_samples(1)
+    mode = get_recipe(recipe).aggregation
+    weighed = with_loss_weights(samples, mode, 50.0 if mode.endswith("norm") else None)
+    objective = policy_objective(recipe)
+    params = init_params(Transformer, ARCH, Compute(), 0)
+    grads = {}
+    for name, groups in {"packed": [weighed], "alone": [[s] for s in weighed]}.items():
+        total = jax.tree.map(jnp.zeros_like, params)
+        run = jax.jit(lambda p, b, n: accumulate(objective, p, b, n)[0])
+        for group in groups:
+            packed = pack(group, Layout(2, 4, 64))
+            total = jax.tree.map(jnp.add, total, run(params, packed.arrays, packed.used))
+        grads[name] = total
+    assert float(optax.tree.norm(grads["alone"])) > 1e-2
+    chex.assert_trees_all_close(grads["packed"], grads["alone"], atol=2e-6, rtol=2e-5)
+
+
+def test_gradient_equals_a_naive_loss_on_padded_rows():
+    """Against autodiff through full logits, one padded row per sample, no packing, no loop."""
+    samples = with_loss_weights(ragged_samples(2, count=5), "token-mean")
+    graphdef, _ = abstract_model(Transformer, ARCH, Compute(remat="none"))
+    params = init_params(Transformer, ARCH, Compute(), 0)
+
+    def naive(params):
+        loss = 0.0
+        ids = np.zeros((len(samples), 64), np.int32)
+        for row, s in zip(ids, samples, strict=True):
+            row[: len(s)] = s.input_ids
+        positions = np.broadcast_to(np.arange(64, dtype=np.int32), ids.shape)
+        all_logits = nnx.merge(graphdef, params)(ids, np.ones_like(ids), positions)
+        for logits, s in zip(all_logits, samples, strict=True):
+            lp = jnp.take_along_axis(
+                jax.nn.log_softmax(logits)[: len(s) - 1], s.input_ids[1:, None], axis=1
+            )[:, 0]
+            ratio = jnp.exp(lp - s.fields["old_log_probs"][1:])
+            adv = s.fields["advantages"][1:]
+            surrogate = jnp.minimum(ratio * adv, jnp.clip(ratio, 0.8, 1.28) * adv)
+            w = s.fields["loss_weights"][1:]
+            weight = jnp.minimum(
+                jnp.exp(s.fields["old_log_probs"] - s.fields["sampler_log_probs"]), 2.0
+            )[1:]
+            loss -= jnp.sum(w * surrogate * weight)
+        return loss
+
+    packed = pack(samples, Layout(3, 2, 64))
+    ours, loss, _ = gradient_of(policy_objective("dapo"), params, packed)
+    expected_loss, expected = jax.jit(jax.value_and_grad(naive))(params)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    chex.assert_trees_all_close(ours, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_ten_steps_of_varying_data_compile_once():
+    mesh = make_mesh(1, 2, 1, devices=jax.devices()[:2])
+    _, shapes = abstract_model(Transformer, ARCH, Compute())
+    params = init_params(Transformer, ARCH, Compute(), 0, param_shardings(shapes, mesh))
+    optimizer = adamw(learning_rate(1e-3, "cosine", 2, 10, 0.1), 0.01, 0.9, 0.999, 1e-8, 1.0)
+    update = make_update(policy_objective(), optimizer, mesh, shapes)
+    state = init_state(params, optimizer, mesh)
+    for seed in range(10):
+        packed = packed_batch(ragged_samples(seed, count=3 + seed), Layout.for_batch(12, 2, 64))
+        state, _ = update(state, put_batch(packed.arrays, mesh), np.int32(packed.used))
+    assert update._cache_size() == 1
+    assert int(state.step) == 10 and int(state.skipped) == 0
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
+    mesh = make_mesh(devices=jax.devices()[:1])
+    _, shapes = abstract_model(Transformer, ARCH, Compute())
+    optimizer = optax.adam(0.1)
+    update = make_update(policy_objective(), optimizer, mesh, shapes)
+    state = init_state(init_params(Transformer, ARCH, Compute(), 0), optimizer, mesh)
+    before = jax.tree.map(np.array, jax.device_get((state.params, state.opt_state)))
+    packed = packed_batch(ragged_samples(), Layout(2, 8, 64))
+    packed.arrays["advantages"][packed.arrays["loss_mask"]] = np.nan
+    state, metrics = update(state, put_batch(packed.arrays, mesh), np.int32(packed.used))
+    chex.assert_trees_all_equal(jax.device_get((state.params, state.opt_state)), before)
+    assert float(metrics["update_skipped"]) == 1 and int(state.skipped) == 1
+
+
+def test_the_critic_objective_learns_the_returns():
+    mesh = make_mesh(devices=jax.devices()[:1])
+    graphdef, shapes = abstract_model(Critic, ARCH, Compute())
+    optimizer = optax.adam(3e-3)
+    update = make_update(objectives.critic(graphdef, 1e6), optimizer, mesh, shapes)
+    state = init_state(init_params(Critic, ARCH, Compute(), 0), optimizer, mesh)
+    packed = packed_batch(ragged_samples(count=4), Layout(1, 4, 64))
+    losses = []
+    for _ in range(30):
+        state, metrics = update(state, put_batch(packed.arrays, mesh), np.int32(packed.used))
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_remat_policies_and_entropy_leave_the_gradient_as_it_was():
+    samples = ragged_samples(3, count=4)
+    packed = packed_batch(samples, Layout(1, 4, 64))
+    params = init_params(Transformer, ARCH, Compute(), 0)
+    grads = [
+        gradient_of(policy_objective(compute=Compute(remat=r)), params, packed)[0]
+        for r in ("none", "minimal", "attention", "full")
+    ]
+    for other in grads[1:]:
+        chex.assert_trees_all_close(other, grads[0], atol=1e-6, rtol=1e-5)
+
+
+def test_meshes_and_batches_that_do_not_fit_say_so():
+    with pytest.raises(MeshError, match="needs 6 devices and there are 8"):
+        make_mesh(2, 3, 1)
+    with pytest.raises(MeshError, match="8 devices are not divisible by 3"):
+        make_mesh(3, -1, 1)
+    with pytest.raises(MeshError, match="only one"):
+        make_mesh(-1, -1, 1)
+    mesh = make_mesh(2, 4, 1)
+    with pytest.raises(MeshError, match=r"6 rows .* data=2 x fsdp=4 = 8"):
+        put_batch({"input_ids": np.zeros((1, 6, 8), np.int32)}, mesh)
+    with pytest.raises(MeshError, match="no sharding rule matches parameter 'backbone/extra'"):
+        param_spec("backbone/extra", (8, 8), mesh)
+    with pytest.raises(MeshError, match=r"dimension 1 of size 12 is not divisible by tensor=8"):
+        param_spec("backbone/layers/q_proj", (2, 12, 32), make_mesh(1, 1, 8))
+
+
+def test_schedules_by_hand():
+    warm = learning_rate(1.0, "linear", 4, 14, 0.5)
+    np.testing.assert_allclose([warm(i) for i in (0, 1, 3, 4)], [0.25, 0.5, 1.0, 1.0], rtol=1e-6)
+    np.testing.assert_allclose([warm(9), warm(14)], [0.75, 0.5], rtol=1e-6)
+    cosine = learning_rate(2.0, "cosine", 0, 10, 0.0)
+    np.testing.assert_allclose([cosine(0), cosine(5), cosine(10)], [2.0, 1.0, 0.0], atol=1e-6)
