@@ -1,71 +1,27 @@
 """The pool of environment servers: exclusive sessions, shared out over the healthy servers.
 
-The one idea: a session is leased, never shared. A lease owns one id on one server from create (or
-from a kept, idle session) until it is given back; an id that a server hands out twice is refused.
-What happens to a server is decided by the state machine in `health.py`; here are the locks, the
-waiting and the HTTP around it. Each environment has its own lock, and none is held during a call,
-so one that hangs delays nobody else.
+The one idea: an episode asks for a session and plays; which server it is on, whether that server
+was down a minute ago and whether this is the second attempt is the pool's affair. Each environment
+is a `LeaseGroup` of its own, so one that hangs delays nobody else.
 """
 
-import math
 import random
-import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TypeVar
 
-from manus_jax.agentgym import health
-from manus_jax.agentgym.client import Connection, Session, Timeouts, server_root
-from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind
-from manus_jax.agentgym.health import BackOff, HealthPolicy, ServerState
-from manus_jax.agentgym.table import EnvironmentRow, environment
+from manus_jax.agentgym.client import Session
+from manus_jax.agentgym.failures import EnvironmentFailure
+from manus_jax.agentgym.leases import Clock, LeaseGroup, PoolSettings
+from manus_jax.agentgym.table import environment
 
 Result = TypeVar("Result")
-
-
-class Clock:
-    """Time as the pool uses it; tests put their own in its place."""
-
-    def now(self) -> float:
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    def wait(self, condition: threading.Condition, seconds: float) -> None:
-        """Waits on a condition whose lock is held, at most so long."""
-        condition.wait(seconds)
-
-
-@dataclass(frozen=True)
-class PoolSettings:
-    """Patience of the pool: seconds per call, seconds for a lease, attempts at an episode."""
-
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    lease_timeout: float = 600.0
-    attempts: int = 2
-    retry: BackOff = field(default_factory=BackOff)
-    health: HealthPolicy = field(default_factory=HealthPolicy)
-    sessions_per_server: int | None = None  # for environments that take much memory
-    keep_idle: float = 900.0  # seconds an unused session is kept; servers forget them too
-
-
-@dataclass
-class _Held:
-    """A session in use: its server and id, whether it is a suspect server's trial, how it went."""
-
-    session: Session
-    key: tuple[str, int | str]
-    trial: bool
-    failure: EnvironmentFailure | None = None
 
 
 class EnvironmentPool:
     """Sessions on the servers of several environments. Safe to use from many threads.
 
+    `servers` lists the addresses by environment; more may come with `put_server`.
     `on_broken(env, url)` is called when a server stays down through several trials; whoever started
     it may replace it.
     """
@@ -83,7 +39,7 @@ class EnvironmentPool:
         self._clock = clock or Clock()
         self._chance = chance
         self._groups = {
-            name: _Group(
+            name: LeaseGroup(
                 environment(name), urls, self.settings, self._clock, self._chance, on_broken
             )
             for name, urls in servers.items()
@@ -136,9 +92,9 @@ class EnvironmentPool:
             for url in group.urls()
         }
 
-    def replace_server(self, env: str, old: str, new: str) -> None:
-        """A server came back at another address. Sessions of the old one are forgotten."""
-        self._group(env).replace(old, new)
+    def put_server(self, env: str, url: str, instead_of: str | None = None) -> None:
+        """A server came up, perhaps in place of another, whose sessions are then forgotten."""
+        self._group(env).put(url, instead_of)
 
     def drop_server(self, env: str, url: str, reason: str) -> None:
         """A server will not come back; leases that find no other one report the reason."""
@@ -163,296 +119,9 @@ class EnvironmentPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _group(self, env: str) -> "_Group":
+    def _group(self, env: str) -> LeaseGroup:
         if env not in self._groups:
             environment(env)
             there = ", ".join(self._groups) or "none"
             raise ValueError(f"environment {env!r} is not open; open are: {there}")
         return self._groups[env]
-
-
-class _Group:
-    """The servers of one environment, under one lock that is never held during a call."""
-
-    def __init__(
-        self,
-        row: EnvironmentRow,
-        addresses: Sequence[str],
-        settings: PoolSettings,
-        clock: Clock,
-        chance: Callable[[], float],
-        on_broken: Callable[[str, str], None] | None,
-    ) -> None:
-        if not addresses:
-            raise ValueError(f"{row.name}: no servers given; list at least one URL")
-        self._row = row
-        self._settings = settings
-        self._clock = clock
-        self._chance = chance
-        self._on_broken = on_broken
-        self._changed = threading.Condition()
-        self._states: dict[str, ServerState] = {}
-        self._kept: dict[str, list[tuple[Session, float]]] = {}  # and since when
-        self._stale: list[Session] = []  # to be closed by whoever comes next
-        self._held: set[tuple[str, int | str]] = set()  # ids in use or kept idle
-        self._counts: Counter[str] = Counter()
-        self._dropped: list[str] = []
-        self._last_failure: EnvironmentFailure | None = None
-        self._closed = False
-        for address in addresses:
-            self._add(server_root(row, address))
-
-    def acquire(self) -> _Held:
-        """A session that nobody else has, within the lease timeout."""
-        deadline = self._clock.now() + self._settings.lease_timeout
-        while True:
-            state, session = self._grant(deadline)
-            self._close_stale()
-            try:
-                if state.suspect:
-                    self._check(state.url)
-                session = session or self._created(state.url)
-            except EnvironmentFailure as failure:
-                self._note_failure(state.url, failure)
-                self._give_back(state.url, state.suspect, session)
-                continue
-            except BaseException:
-                self._give_back(state.url, state.suspect, session)
-                raise
-            if session is None:
-                self._give_back(state.url, state.suspect)
-                continue
-            assert session.id is not None
-            held = _Held(session, (state.url, session.id), trial=state.suspect)
-            session.listener = self._listener(held)
-            self.count("leases")
-            return held
-
-    def release(self, held: _Held, clean: bool) -> None:
-        """Takes a session back: kept if it is sound and worth keeping, else closed or let go."""
-        session, (url, identifier) = held.session, held.key
-        session.listener = None
-        with self._changed:
-            in_pool = url in self._states and not self._closed
-        keep = clean and in_pool and self._row.reuse and session.id == identifier
-        if keep or (held.failure is not None and held.failure.kind.lost_contact):
-            session.disconnect()
-        else:
-            self._close_session(session)
-        if keep:
-            self._give_back(url, held.trial, kept=session)
-        else:
-            self._give_back(url, held.trial, freed=identifier)
-
-    def check(self, url: str) -> EnvironmentFailure | None:
-        try:
-            self._check(url)
-        except EnvironmentFailure as failure:
-            self._note_failure(url, failure)
-            return failure
-        return None
-
-    def urls(self) -> tuple[str, ...]:
-        with self._changed:
-            return tuple(self._states)
-
-    def replace(self, old: str, new: str) -> None:
-        with self._changed:
-            self._remove(old)
-            self._add(server_root(self._row, new))
-            self._changed.notify_all()
-
-    def drop(self, url: str, reason: str) -> None:
-        with self._changed:
-            self._remove(url)
-            self._dropped.append(f"{url}: {reason}")
-            self._changed.notify_all()
-
-    def count(self, key: str) -> None:
-        with self._changed:
-            self._counts[key] += 1
-
-    def counts(self) -> dict[str, int]:
-        with self._changed:
-            return dict(self._counts)
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            for url in self._kept:
-                self._stale += self._forget_kept(url)
-            self._changed.notify_all()
-        self._close_stale()
-
-    def _check(self, url: str) -> None:
-        connection = Connection(self._row, url, self._settings.timeouts)
-        try:
-            connection.check()
-        finally:
-            connection.close()
-
-    def _grant(self, deadline: float) -> tuple[ServerState, Session | None]:
-        """A place on the best server, and an idle session of it if there is one.
-
-        Waits for a place until the deadline.
-        """
-        with self._changed:
-            while True:
-                now = self._clock.now()
-                if self._closed:
-                    raise self._no_server("the pool is closed")
-                if not self._states:
-                    raise self._no_server("every server is gone")
-                self._forget_stale(now)
-                state = health.choose(self._states.values(), now)
-                if state is not None:
-                    self._states[state.url] = health.granted(state)
-                    return state, self._take_kept(state.url)
-                if now >= deadline:
-                    # A wake-up meant for this thread may have come too late: pass it on.
-                    self._changed.notify()
-                    waited = self._settings.lease_timeout
-                    raise self._no_server(f"no free session within {waited:g} s")
-                trial = health.next_trial(self._states.values(), now)
-                left = deadline - now
-                self._clock.wait(self._changed, left if trial is None else min(trial, left))
-
-    def _created(self, url: str) -> Session | None:
-        """A new session on a server; None if the server gave out an id that is in use."""
-        session = Session(self._row, url, self._settings.timeouts)
-        session.create()
-        assert session.id is not None
-        with self._changed:
-            if (url, session.id) not in self._held:
-                self._held.add((url, session.id))
-                return session
-            self._counts[f"failures/{FailureKind.DUPLICATE_ID}"] += 1
-            is_idle = any(kept.id == session.id for kept, _ in self._kept.get(url, []))
-            if url in self._states and not is_idle:
-                self._states[url] = health.overfull(self._states[url])
-        session.disconnect()
-        return None
-
-    def _listener(self, held: _Held) -> Callable[[str, EnvironmentFailure | None], None]:
-        def hear(call: str, failure: EnvironmentFailure | None) -> None:
-            if failure is not None:
-                held.failure = failure
-                self._note_failure(held.session.root, failure)
-            else:
-                self._note_success(held.session.root)
-
-        return hear
-
-    def _note_success(self, url: str) -> None:
-        with self._changed:
-            state = self._states.get(url)
-            if state is not None and (state.suspect or state.strikes):
-                self._states[url] = health.succeeded(state)
-                self._changed.notify_all()
-
-    def _note_failure(self, url: str, failure: EnvironmentFailure) -> None:
-        policy = self._settings.health
-        with self._changed:
-            self._counts[f"failures/{failure.kind}"] += 1
-            self._last_failure = failure
-            before = self._states.get(url)
-            if before is None:
-                return
-            after = health.failed(before, failure.kind, self._clock.now(), self._chance(), policy)
-            self._states[url] = after
-            if failure.kind is FailureKind.CONNECTION:
-                # The process is gone, and its idle sessions with it.
-                self._forget_kept(url)
-            put_aside = after.incidents > before.incidents
-            if put_aside:
-                # Whoever waits for a free place now has a time for the next trial to wait for.
-                self._changed.notify_all()
-        if put_aside and health.broken(after, policy) and self._on_broken:
-            self._on_broken(self._row.name, url)
-
-    def _give_back(
-        self,
-        url: str,
-        trial: bool,
-        kept: Session | None = None,
-        freed: int | str | None = None,
-    ) -> None:
-        """Frees a place on a server, and the id that was used there or its session, for reuse."""
-        with self._changed:
-            if freed is not None:
-                self._held.discard((url, freed))
-            if url in self._states:
-                back = freed is not None or kept is not None
-                self._states[url] = health.released(self._states[url], trial, freed_id=back)
-                if kept is not None:
-                    self._keep(url, [*self._kept[url], (kept, self._clock.now())])
-            # One place became free: one of those waiting may have it.
-            self._changed.notify()
-
-    def _close_session(self, session: Session) -> None:
-        try:
-            session.close()
-        except EnvironmentFailure:
-            # The episode is complete; a session that cannot be given back is left to expire.
-            self.count("failures/close")
-
-    def _close_stale(self) -> None:
-        with self._changed:
-            stale, self._stale = self._stale, []
-        for session in stale:
-            self._close_session(session)
-
-    # The following are called with the lock held.
-
-    def _add(self, url: str) -> None:
-        self._states[url] = ServerState(url, limit=self._settings.sessions_per_server)
-        self._kept[url] = []
-
-    def _keep(self, url: str, sessions: list[tuple[Session, float]]) -> None:
-        self._kept[url] = sessions
-        self._states[url] = health.keeping(self._states[url], len(sessions))
-
-    def _take_kept(self, url: str) -> Session | None:
-        """The idle session that was used last."""
-        if not self._kept[url]:
-            return None
-        *others, (session, _) = self._kept[url]
-        self._keep(url, others)
-        return session
-
-    def _forget_stale(self, now: float) -> None:
-        """Sessions unused for so long that their server may have dropped them are let go."""
-        for url, kept in self._kept.items():
-            if kept and kept[0][1] < now - self._settings.keep_idle:
-                self._stale += self._forget_kept(url, now - self._settings.keep_idle)
-
-    def _forget_kept(self, url: str, before: float = math.inf) -> list[Session]:
-        """Drops the idle sessions of a server that were last used before a time."""
-        kept = self._kept[url]
-        forgotten = [session for session, since in kept if since < before]
-        self._held -= {(url, session.id) for session in forgotten if session.id is not None}
-        self._keep(url, [(session, since) for session, since in kept if since >= before])
-        return forgotten
-
-    def _remove(self, url: str) -> None:
-        if url in self._states:
-            self._forget_kept(url)
-            del self._states[url], self._kept[url]
-
-    def _no_server(self, why: str) -> EnvironmentFailure:
-        now = self._clock.now()
-        lines = [_described(state, now) for state in self._states.values()] + self._dropped
-        detail = f"{why}; " + "; ".join(lines)
-        if self._last_failure is not None:
-            detail += f"; last failure: {self._last_failure}"
-        self._counts[f"failures/{FailureKind.NO_SERVER}"] += 1
-        where = ", ".join(self._states) or "no server"
-        return EnvironmentFailure(FailureKind.NO_SERVER, self._row.name, where, "lease", detail)
-
-
-def _described(state: ServerState, now: float) -> str:
-    if state.suspect:
-        wait = max(0.0, state.retry_at - now)
-        return f"{state.url} failed {state.incidents} times, next trial in {wait:.0f} s"
-    room = "" if state.limit is None else f" of {state.limit}"
-    return f"{state.url} has {state.leases}{room} sessions in use"

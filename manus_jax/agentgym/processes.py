@@ -19,8 +19,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from manus_jax.agentgym.client import server_root
 from manus_jax.agentgym.failures import EnvironmentSetupError
 from manus_jax.agentgym.health import BackOff
+from manus_jax.agentgym.table import environment
 
 _log = logging.getLogger(__name__)
 _ANNOUNCEMENT = re.compile(r"serving (\S+) at (\S+)")
@@ -102,7 +104,7 @@ class ServerProcess:
             self._lines.append(line.rstrip())
             announcement = _ANNOUNCEMENT.match(line)
             if announcement and self.url is None:
-                self.url = announcement[2]
+                self.url = server_root(environment(self.env), announcement[2])
 
 
 @dataclass
@@ -120,8 +122,8 @@ class _Slot:
 class ServerSupervisor:
     """Keeps `count` servers of each environment running, from `start` until `stop`.
 
-    `on_replaced(env, old url, new url)` and `on_given_up(env, url, reason)` are called from the
-    supervisor's thread.
+    `on_serving(env, url, old url or None)` is called when a server has come up, `on_given_up(env,
+    url, reason)` when one will not come back; both from the supervisor's thread.
     """
 
     def __init__(
@@ -129,11 +131,11 @@ class ServerSupervisor:
         counts: Mapping[str, int],
         settings: ProcessSettings | None = None,
         *,
-        on_replaced: Callable[[str, str, str], None] | None = None,
+        on_serving: Callable[[str, str, str | None], None] | None = None,
         on_given_up: Callable[[str, str, str], None] | None = None,
     ) -> None:
         self._settings = settings or ProcessSettings()
-        self.on_replaced = on_replaced
+        self.on_serving = on_serving
         self.on_given_up = on_given_up
         self._slots = [_Slot(env) for env, count in counts.items() for _ in range(count)]
         self._begun = threading.Event()
@@ -164,7 +166,7 @@ class ServerSupervisor:
         """Kills a server that no longer answers; it is restarted like one that died by itself."""
         for slot in self._slots:
             process = slot.process
-            if slot.env == env and slot.url == url and process is not None:
+            if slot.env == env and process is not None and process.url == url:
                 _log.warning("%s at %s does not answer any more and is restarted", env, url)
                 process.kill()
 
@@ -194,7 +196,7 @@ class ServerSupervisor:
                 trouble = self._trouble_starting(slot.process) if slot.url is None else None
                 if trouble:
                     raise EnvironmentSetupError(f"the {slot.env} server {trouble}")
-                slot.url = slot.process.url if slot.process else None
+                self._announce(slot)
         if self._ending.is_set():
             raise EnvironmentSetupError("stopped while the servers were starting")
 
@@ -219,18 +221,21 @@ class ServerSupervisor:
             if now >= slot.restart_at:
                 slot.process = ServerProcess(slot.env)
             return
-        serving = slot.process.url == slot.url
-        if serving and slot.process.exit_status is None:
-            return
-        if not serving and slot.process.url is not None:
-            old, slot.url = slot.url, slot.process.url
-            _log.warning("%s is back at %s", slot.env, slot.url)
-            if self.on_replaced and old is not None:
-                self.on_replaced(slot.env, old, slot.url)
-            return
-        trouble = self._trouble_starting(slot.process)
+        self._announce(slot)
+        is_up = slot.process.url is not None and slot.process.exit_status is None
+        trouble = None if is_up else self._trouble_starting(slot.process)
         if trouble:
             self._plan_restart(slot, trouble, now)
+
+    def _announce(self, slot: _Slot) -> None:
+        """Passes on the address of a server that has come up since the last look."""
+        url = slot.process.url if slot.process else None
+        if url is not None and url != slot.url:
+            old, slot.url = slot.url, url
+            if old is not None:
+                _log.warning("%s is back at %s", slot.env, url)
+            if self.on_serving:
+                self.on_serving(slot.env, url, old)
 
     def _plan_restart(self, slot: _Slot, trouble: str, now: float) -> None:
         assert slot.process is not None

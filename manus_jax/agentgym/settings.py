@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from envs.registry import ENVIRONMENTS as EMBEDDED
 from manus_jax.agentgym.client import Connection, Timeouts, server_root
 from manus_jax.agentgym.failures import EnvironmentFailure, EnvironmentSetupError
-from manus_jax.agentgym.pool import EnvironmentPool, PoolSettings
+from manus_jax.agentgym.leases import PoolSettings
+from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.processes import ProcessSettings, ServerSupervisor
 from manus_jax.agentgym.table import environment
 
@@ -42,12 +43,12 @@ def open_environments(
 
     counts = {env: servers_per_env for env, urls in given.items() if not urls}
     supervisor = ServerSupervisor(counts, process_settings)
+    pool = EnvironmentPool(given, settings, on_broken=supervisor.replace)
+    supervisor.on_serving = pool.put_server
+    supervisor.on_given_up = pool.drop_server
     try:
-        started = supervisor.start()
-        urls = {env: given[env] or started[env] for env in given}
-        with EnvironmentPool(urls, settings, on_broken=supervisor.replace) as pool:
-            supervisor.on_replaced = pool.replace_server
-            supervisor.on_given_up = pool.drop_server
+        supervisor.start()
+        with pool:
             yield pool
     finally:
         supervisor.stop()

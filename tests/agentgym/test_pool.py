@@ -13,7 +13,8 @@ from scripted_servers import Hang, HangUp, Reply, TextcraftStub, recorded, servi
 from manus_jax.agentgym.client import Session, Timeouts
 from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind
 from manus_jax.agentgym.health import BackOff, HealthPolicy
-from manus_jax.agentgym.pool import Clock, EnvironmentPool, PoolSettings
+from manus_jax.agentgym.leases import Clock, PoolSettings
+from manus_jax.agentgym.pool import EnvironmentPool
 
 
 class JumpingClock(Clock):
@@ -117,30 +118,45 @@ def test_the_ninth_sqlgym_session_waits_instead_of_sharing_an_id() -> None:
     # The real server knows eight ids and hands out the first again, which scored right answers
     # against another client's question.
     with serving(recorded("sqlgym")) as url:
-        pool = EnvironmentPool({"sqlgym": [url]}, PoolSettings(lease_timeout=30.0))
+        pool = EnvironmentPool({"sqlgym": [url]})
+        eight = [pool.lease("sqlgym") for _ in range(8)]
+        ids = [lease.__enter__().id for lease in eight]
+        assert len(set(ids)) == 8
+        ninth: list[object] = []
+
+        def wait_for_room() -> None:
+            with pool.lease("sqlgym") as session:
+                ninth.append(session.id)
+
+        thread = threading.Thread(target=wait_for_room)
+        thread.start()
+        while "sqlgym/failures/duplicate_id" not in pool.counters():
+            time.sleep(0.001)
+        assert ninth == []
+        eight[5].__exit__(None, None, None)
+        thread.join()
+        assert ninth == [ids[5]]
+
+
+def test_a_crowd_shares_the_eight_sqlgym_sessions_one_at_a_time() -> None:
+    with serving(recorded("sqlgym")) as url:
+        pool = EnvironmentPool({"sqlgym": [url]})
         in_use: set[object] = set()
-        most = 0
         guard = threading.Lock()
         barrier = threading.Barrier(8)
 
-        def episode(number: int) -> float:
-            nonlocal most
+        def episode(number: int) -> None:
             with pool.lease("sqlgym") as session:
                 with guard:
                     assert session.id not in in_use
                     in_use.add(session.id)
-                    most = max(most, len(in_use))
-                barrier.wait(timeout=20)
+                barrier.wait()
                 with guard:
                     in_use.remove(session.id)
-            return 0.0
 
-        with ThreadPoolExecutor(16) as threads:
-            list(threads.map(episode, range(16)))
-        assert most == 8
-        counters = pool.counters()
-        assert counters["sqlgym/leases"] == 16
-        assert counters["sqlgym/failures/duplicate_id"] >= 1
+        with ThreadPoolExecutor(24) as threads:
+            list(threads.map(episode, range(48)))
+        assert pool.counters()["sqlgym/leases"] == 48
 
 
 def test_an_id_in_use_is_refused_and_another_server_asked() -> None:
@@ -403,7 +419,7 @@ def test_a_replaced_server_takes_over(stub: TextcraftStub, url: str) -> None:
     with serving(TextcraftStub()) as dead:
         pass
     pool = pool_of([dead])
-    pool.replace_server("textcraft", dead, url)
+    pool.put_server("textcraft", url, instead_of=dead)
     assert pool.play("textcraft", winning) == 1.0
 
 
@@ -412,7 +428,7 @@ def test_leases_after_the_last_server_is_dropped_say_why(url: str) -> None:
     with pool.lease("textcraft") as session:
         session.reset(0)
         pool.drop_server("textcraft", url, "died 5 times")
-    message = r"every server is gone; .*died 5 times"
+    message = r"there is no server; .*died 5 times"
     with pytest.raises(EnvironmentFailure, match=message), pool.lease("textcraft"):
         pass
 
