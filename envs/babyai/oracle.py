@@ -20,8 +20,8 @@ from envs.game import Move, Policy
 Pose = tuple[int, int, int]
 WALKING = ("left", "right", "forward")
 LOOKS_PER_MOVE = 5_000
-"""How often the bot may look at the level for one move. It needs some 200; in rare rooms it plans in
-circles for ever."""
+"""How often the bot may look at the level for one move. It needs some 200; in rare rooms it plans
+in circles for ever."""
 _SINGLE = {"left": "turn left", "right": "turn right", "forward": "move forward", "drop": "drop"}
 
 

@@ -1,0 +1,64 @@
+"""SQL questions over small databases, served as AgentGym's `sqlgym`."""
+
+from typing import Any
+
+from envs.game import EnvironmentSpec, Move, Policy, Session
+from envs.sqlgym.game import SqlGame
+from envs.sqlgym.tasks import items, question
+
+INSTRUCTION = """\
+You answer questions about a database with SQL. The observation describes the tables of an SQLite \
+database and ends with a question. Answer with one SELECT statement whose result is exactly what \
+is asked for, with the columns in the order in which the question names them. You have one try.
+Your answer has this format:
+
+Thought:
+which tables and conditions you need
+
+Action:
+```sql
+the statement
+```"""
+
+
+def oracle(item: int) -> Policy:
+    """A policy that knows the reference query of the item."""
+    asked = question(item)
+
+    def policy(_: str) -> Move:
+        return Move(f'I need the rows that answer "{asked.text}"', asked.sql)
+
+    return policy
+
+
+def _turn(move: Move) -> str:
+    return f"Thought:\n{move.thought}\n\nAction:\n```sql\n{move.action}\n```"
+
+
+def _started(session: Session) -> list[Any]:
+    return [session.current.observation, None]
+
+
+def _stepped(session: Session) -> dict[str, Any]:
+    step = session.current
+    return {
+        "state": step.observation,
+        "reward": step.reward,
+        "done": step.done,
+        "info": dict(step.info),
+    }
+
+
+SPEC = EnvironmentSpec(
+    name="sqlgym",
+    health="ok",
+    family="env_idx",
+    item_field="item_id",
+    new_game=SqlGame,
+    items=items,
+    instruction=INSTRUCTION,
+    oracle=oracle,
+    reset_answer=_started,
+    step_answer=_stepped,
+    turn=_turn,
+)

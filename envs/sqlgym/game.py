@@ -1,0 +1,57 @@
+"""SQL questions as a game: one query, one verdict.
+
+The one idea: the query's result is compared with that of the reference query as a set of rows, so
+any SQL that answers the question wins, however it is written.
+"""
+
+from envs.game import GameError, Step
+from envs.sqlgym.query import QueryError, run, same_rows
+from envs.sqlgym.questions import Question
+from envs.sqlgym.schema import image
+from envs.sqlgym.tasks import question
+
+STATE_CHARACTERS = 100
+
+
+class SqlGame:
+    """One session's question."""
+
+    def __init__(self) -> None:
+        self._question: Question | None = None
+        self._observation = ""
+        self._done = False
+
+    def reset(self, item: int) -> str:
+        self._question = question(item)
+        self._done = False
+        self._observation = f"{self._question.database.describe()}\n\n{self._question.text}"
+        return self._observation
+
+    def step(self, action: str) -> Step:
+        asked = self._asked()
+        if self._done:
+            raise GameError("The episode has ended: reset before the next step.")
+        data = image(asked.database)
+        right = False
+        try:
+            rows = run(data, action)
+            right = same_rows(rows, run(data, asked.sql))
+            # A row takes more than one character, so that the rest would be cut anyway.
+            state = str(rows[:STATE_CHARACTERS])
+        except QueryError as error:
+            state = str(error)
+        self._done = True
+        self._observation = state[:STATE_CHARACTERS]
+        return Step(self._observation, float(right), True, {"ground_truth": asked.sql})
+
+    def observation(self) -> str:
+        self._asked()
+        return self._observation
+
+    def close(self) -> None:
+        self._question = None
+
+    def _asked(self) -> Question:
+        if self._question is None:
+            raise GameError("The game has not been reset: call reset with an item_id first.")
+        return self._question
