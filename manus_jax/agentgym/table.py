@@ -52,9 +52,10 @@ def _observation_and_actions(answer: Any, look: Any) -> str:
 
 
 def _observation_and_words(answer: Any, look: Any) -> str:
-    # AgentGym's game has 40 words, which help; a thousand would fill the context.
-    words = ", ".join(look) if len(look) <= 200 else f"{len(look)} common English words"
-    return f"{answer['observation']}\nThe hidden word is one of: {words}"
+    # AgentGym's game has 40 words, which the agent has to know; a thousand would fill its context.
+    if len(look) > 200:
+        return answer["observation"]
+    return f"{answer['observation']}\nThe hidden word is one of: {', '.join(look)}"
 
 
 def _never(answer: Any) -> bool:
