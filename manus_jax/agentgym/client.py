@@ -93,6 +93,7 @@ class Connection:
         self.row = row
         self.root = root
         self._timeouts = timeouts
+        self._check_timeout = min(_CHECK_TIMEOUT, timeouts.read or _CHECK_TIMEOUT)
         self._parts = urlsplit(root)
         self._http: http.client.HTTPConnection | None = None
         self._last_call = 0.0
@@ -144,7 +145,7 @@ class Connection:
 
     def check(self) -> None:
         """The server is up: GET / answers in time, and not with a web page."""
-        response = self.call("GET", "/", timeout=_CHECK_TIMEOUT)
+        response = self.call("GET", "/", timeout=self._check_timeout)
         if response.status != 200 or response.is_html:
             detail = f"not an AgentGym server (HTTP {response.status}): "
             detail += shortened(response.text)
@@ -158,7 +159,7 @@ class Connection:
         """
         self.check()
         path = f"{self.row.prefix}/step"
-        response = self.call("POST", path, {}, timeout=_CHECK_TIMEOUT)
+        response = self.call("POST", path, {}, timeout=self._check_timeout)
         if response.status in (404, 405) or response.is_html:
             detail = f"this server has no such route (HTTP {response.status}), so it does not "
             detail += f"serve {self.row.name}"

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from manus_jax.agentgym import processes
-from manus_jax.agentgym.client import Session
+from manus_jax.agentgym.client import Session, Timeouts
 from manus_jax.agentgym.failures import EnvironmentSetupError
-from manus_jax.agentgym.health import BackOff
+from manus_jax.agentgym.health import BackOff, HealthPolicy
+from manus_jax.agentgym.leases import PoolSettings
 from manus_jax.agentgym.processes import ProcessSettings, ServerProcess, ServerSupervisor
 from manus_jax.agentgym.settings import open_environments
 from manus_jax.agentgym.table import ENVIRONMENTS
@@ -106,6 +107,18 @@ def test_a_server_killed_in_mid_episode_costs_one_retry() -> None:
         counters = pool.counters()
         assert counters["maze/retries"] == 1
         assert counters["maze/failures/connection"] >= 1
+
+
+def test_an_embedded_server_that_hangs_is_replaced_and_the_episode_played() -> None:
+    impatient = PoolSettings(
+        Timeouts(read=1.0), attempts=6, health=HealthPolicy(BackOff(first=0.05), broken_after=2)
+    )
+    with open_environments({"maze": "embedded"}, 1, impatient, EAGER) as pool:
+        [pid] = [pid for pid in child_pids() if "maze" in command_line(pid)]
+        os.kill(int(pid), signal.SIGSTOP)
+        assert "goal" in pool.play("maze", lambda session: session.reset(3))
+        assert not running(int(pid))
+        assert pool.counters()["maze/failures/timeout"] >= 2
 
 
 def test_a_server_that_does_not_come_up_is_reported_with_what_it_wrote(

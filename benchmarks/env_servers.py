@@ -1,0 +1,212 @@
+"""How fast the project's environment servers answer, and what a session costs in memory.
+
+    python benchmarks/env_servers.py --envs textcraft babyai maze wordle --seconds 10
+
+Each environment is served by one real process (`python -m envs.serve`). 32 clients, in two
+processes so that they are not the bottleneck, replay the moves of oracle episodes, recorded
+beforehand, as fast as they are answered: steps and the resets between them, over one kept
+connection each. The reference is what AgentGym's own servers were measured to answer at 32 threads
+(textcraft 778 and babyai 140 steps/s); for the others there is no such figure. Memory is the growth
+of the server's resident set while sessions are created and reset. The last line printed is one JSON
+object.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import platform
+import threading
+import time
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+from envs.registry import ENVIRONMENTS as EMBEDDED
+from envs.registry import load
+from manus_jax.agentgym.client import Session
+from manus_jax.agentgym.failures import EnvironmentFailure
+from manus_jax.agentgym.processes import ServerProcess
+from manus_jax.agentgym.table import environment
+
+CLIENTS = 32
+CLIENT_PROCESSES = 2
+EPISODES = 16
+AGENTGYM_STEPS_PER_SECOND = {"textcraft": 778.0, "babyai": 140.0}
+FEW_SESSIONS = {"sciworld": 4}  # a Java process each
+
+Script = tuple[int, list[str]]
+"""An item and the texts that win it."""
+
+
+def recorded_episodes(name: str) -> list[Script]:
+    """Oracle episodes as item and moves, played in process."""
+    spec, row = load(name), environment(name)
+    if spec.oracle is None:
+        raise SystemExit(f"{name} has no oracle to play it")
+    scripts = []
+    game = spec.new_game()
+    for item in itertools.islice(spec.items("train"), EPISODES):
+        policy, moves = spec.oracle(item), []
+        observation, done = game.reset(item), False
+        while not done:
+            move = policy(observation)
+            moves.append(spec.turn(move) if row.sends_text else move.action)
+            step = game.step(move.action)
+            observation, done = step.observation, step.done
+        scripts.append((item, moves))
+    game.close()
+    return scripts
+
+
+def play(
+    name: str, url: str, scripts: list[Script], first: int, ending: Event, latencies: list[float]
+) -> None:
+    """One client: plays the episodes in turn until the end; notes how long each step took."""
+    session = Session(environment(name), url)
+    session.create()
+    for item, moves in itertools.islice(itertools.cycle(scripts), first, None):
+        session.reset(item)
+        for move in moves:
+            start = time.perf_counter()
+            session.step(move)
+            latencies.append(time.perf_counter() - start)
+            if ending.is_set():
+                session.close()
+                return
+
+
+def client_process(
+    name: str,
+    url: str,
+    scripts: list[Script],
+    clients: int,
+    begun: Any,
+    ending: Event,
+    results: "multiprocessing.Queue[list[float]]",
+) -> None:
+    latencies: list[list[float]] = [[] for _ in range(clients)]
+    threads = [
+        threading.Thread(target=play, args=(name, url, scripts, index, ending, latencies[index]))
+        for index in range(clients)
+    ]
+    begun.wait()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    results.put(list(itertools.chain.from_iterable(latencies)))
+
+
+def measure_speed(name: str, url: str, seconds: float) -> dict[str, float]:
+    scripts = recorded_episodes(name)
+    context = multiprocessing.get_context("spawn")
+    begun, ending = context.Barrier(CLIENT_PROCESSES + 1), context.Event()
+    results: multiprocessing.Queue[list[float]] = context.Queue()
+    share = CLIENTS // CLIENT_PROCESSES
+    workers = [
+        context.Process(
+            target=client_process, args=(name, url, scripts, share, begun, ending, results)
+        )
+        for _ in range(CLIENT_PROCESSES)
+    ]
+    for worker in workers:
+        worker.start()
+    begun.wait()
+    start = time.perf_counter()
+    time.sleep(seconds)
+    elapsed = time.perf_counter() - start
+    ending.set()
+    taken = sorted(itertools.chain.from_iterable(results.get() for _ in workers))
+    for worker in workers:
+        worker.join()
+    return {
+        "steps_per_second": round(len(taken) / elapsed, 1),
+        "step_ms_median": round(1000 * taken[len(taken) // 2], 2),
+        "step_ms_p99": round(1000 * taken[len(taken) * 99 // 100], 2),
+    }
+
+
+def resident_megabytes(pid: int) -> float:
+    """The memory of a process and of those it started."""
+    total = 0.0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            group = int((process / "stat").read_text().rpartition(")")[2].split()[2])
+            if group == pid:
+                resident = int((process / "statm").read_text().split()[1])
+                total += resident * os.sysconf("SC_PAGE_SIZE") / 1e6
+        except OSError:
+            continue
+    return total
+
+
+def measure_memory(name: str, server: ServerProcess, url: str, sessions: int) -> dict[str, float]:
+    items = load(name).items("train")
+    before = resident_megabytes(server.pid)
+    opened = []
+    for index in range(sessions):
+        session = Session(environment(name), url)
+        session.create()
+        session.reset(items[index % len(items)])
+        session.disconnect()
+        opened.append(session)
+    after = resident_megabytes(server.pid)
+    for session in opened:
+        session.close()
+    return {
+        "server_mb": round(before, 1),
+        "mb_per_1000_sessions": round((after - before) * 1000 / sessions, 1),
+        "sessions_measured": sessions,
+    }
+
+
+def measure(name: str, seconds: float, sessions: int) -> dict[str, float]:
+    server = ServerProcess(name)
+    try:
+        while server.url is None:
+            if server.exit_status is not None:
+                raise SystemExit(f"the {name} server did not come up:\n{server.tail}")
+            time.sleep(0.05)
+        memory = measure_memory(name, server, server.url, FEW_SESSIONS.get(name, sessions))
+        speed = measure_speed(name, server.url, seconds)
+    except EnvironmentFailure as failure:
+        raise SystemExit(str(failure)) from failure
+    finally:
+        server.terminate()
+        server.wait(timeout=10)
+    row = {**speed, **memory}
+    if name in AGENTGYM_STEPS_PER_SECOND:
+        row["agentgym_steps_per_second"] = AGENTGYM_STEPS_PER_SECOND[name]
+        row["speedup"] = round(row["steps_per_second"] / AGENTGYM_STEPS_PER_SECOND[name], 2)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--envs", nargs="+", default=["textcraft", "babyai"], choices=EMBEDDED)
+    parser.add_argument("--seconds", type=float, default=10.0, help="per environment")
+    parser.add_argument("--sessions", type=int, default=1000, help="for the memory figure")
+    options = parser.parse_args()
+    rows = {}
+    for name in options.envs:
+        rows[name] = measure(name, options.seconds, options.sessions)
+        print(f"{name}: {rows[name]}", flush=True)
+    report = {
+        "benchmark": "env_servers",
+        "compared": "python -m envs.serve against AgentGym's own servers, 32 clients",
+        "environments": rows,
+        "speedup": {name: row["speedup"] for name, row in rows.items() if "speedup" in row},
+        "clients": CLIENTS,
+        "machine": {
+            "cpus": os.cpu_count(),
+            "platform": platform.platform(),
+            "python": platform.python_version(),
+        },
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
