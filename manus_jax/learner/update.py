@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -22,6 +23,7 @@ from manus_jax.learner.mesh import (
     param_shardings,
     replicated,
 )
+from manus_jax.learner.packing import Packed
 
 Params = Any
 Batch = dict[str, jax.Array]
@@ -59,15 +61,30 @@ def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Me
     return TrainState(params, opt_state, zero, jnp.copy(zero))
 
 
-def put_batch(arrays: dict[str, Any], mesh: Mesh) -> Batch:
-    """Packed host arrays [micro_batches, rows, length] onto the mesh, rows split over it."""
-    rows, shards = next(iter(arrays.values())).shape[1], batch_shards(mesh)
+def check_rows(rows: int, mesh: Mesh) -> None:
+    """Raises unless the rows of a micro-batch divide evenly over the mesh."""
+    shards = batch_shards(mesh)
     if rows % shards:
         raise MeshError(
             f"{rows} rows per micro-batch are not divisible by "
             f"data={mesh.shape['data']} x fsdp={mesh.shape['fsdp']} = {shards}"
         )
-    return jax.device_put(arrays, batch_sharding(mesh))
+
+
+def put_batch(packed: Packed, mesh: Mesh) -> tuple[Batch, jax.Array]:
+    """A packed batch on the mesh, rows split over it, and how many micro-batches it uses."""
+    check_rows(packed.arrays["input_ids"].shape[1], mesh)
+    return jax.device_put(
+        (packed.arrays, np.int32(packed.used)), (batch_sharding(mesh), replicated(mesh))
+    )
+
+
+def _micro_batch(batch: Batch, index: Any) -> Batch:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch)
+
+
+def _zeros(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
 
 
 def accumulate(
@@ -75,18 +92,14 @@ def accumulate(
 ) -> tuple[Params, jax.Array, dict[str, jax.Array]]:
     """Gradient (float32), loss and metric sums over the first `used` micro-batches."""
 
-    def at(index: Any) -> Batch:
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch)
-
     grad = jax.value_and_grad(objective, has_aux=True)
-    zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
 
     def body(index: jax.Array, carry: Any) -> Any:
-        (loss, metrics), grads = grad(params, at(index))
+        (loss, metrics), grads = grad(params, _micro_batch(batch, index))
         return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), carry, (grads, loss, metrics))
 
-    loss_shape, metric_shapes = jax.eval_shape(objective, params, at(0))
-    init = zeros((params, loss_shape, metric_shapes))
+    loss_shape, metric_shapes = jax.eval_shape(objective, params, _micro_batch(batch, 0))
+    init = _zeros((params, loss_shape, metric_shapes))
     return jax.lax.fori_loop(0, used, body, init)
 
 
@@ -125,4 +138,24 @@ def make_update(
         in_shardings=(shardings, batch_sharding(mesh), replicated(mesh)),
         out_shardings=(shardings, replicated(mesh)),
         donate_argnums=0,
+    )
+
+
+def make_evaluate(
+    objective: Objective, mesh: Mesh, params: Params
+) -> Callable[[Params, Batch, Any], dict[str, jax.Array]]:
+    """Compiles `evaluate(params, batch, used) -> metric sums` of an objective, with no gradient."""
+
+    def evaluate(params: Params, batch: Batch, used: jax.Array) -> dict[str, jax.Array]:
+        def body(index: jax.Array, sums: Any) -> Any:
+            _, metrics = objective(params, _micro_batch(batch, index))
+            return jax.tree.map(jnp.add, sums, metrics)
+
+        _, shapes = jax.eval_shape(objective, params, _micro_batch(batch, 0))
+        return jax.lax.fori_loop(0, used, body, _zeros(shapes))
+
+    return jax.jit(
+        evaluate,
+        in_shardings=(param_shardings(params, mesh), batch_sharding(mesh), replicated(mesh)),
+        out_shardings=replicated(mesh),
     )

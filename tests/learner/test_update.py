@@ -65,7 +65,7 @@ def updated_params(samples, layout, mesh_sizes, recipe="grpo", steps=1):
     state = init_state(params, optimizer, mesh)
     packed = packed_batch(samples, layout, get_recipe(recipe).aggregation)
     for _ in range(steps):
-        state, metrics = update(state, put_batch(packed.arrays, mesh), np.int32(packed.used))
+        state, metrics = update(state, *put_batch(packed, mesh))
     assert float(metrics["grad_norm"]) > 1e-2
     return jax.device_get(state.params), {k: float(v) for k, v in metrics.items()}
 
@@ -151,7 +151,7 @@ def test_ten_steps_of_varying_data_compile_once():
     state = init_state(params, optimizer, mesh)
     for seed in range(10):
         packed = packed_batch(ragged_samples(seed, count=3 + seed), Layout.for_batch(12, 2, 64))
-        state, _ = update(state, put_batch(packed.arrays, mesh), np.int32(packed.used))
+        state, _ = update(state, *put_batch(packed, mesh))
     assert update._cache_size() == 1
     assert int(state.step) == 10 and int(state.skipped) == 0
 
@@ -165,7 +165,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
     before = jax.tree.map(np.array, jax.device_get((state.params, state.opt_state)))
     packed = packed_batch(ragged_samples(), Layout(2, 8, 64))
     packed.arrays["advantages"][packed.arrays["loss_mask"]] = np.nan
-    state, metrics = update(state, put_batch(packed.arrays, mesh), np.int32(packed.used))
+    state, metrics = update(state, *put_batch(packed, mesh))
     chex.assert_trees_all_equal(jax.device_get((state.params, state.opt_state)), before)
     assert float(metrics["update_skipped"]) == 1 and int(state.skipped) == 1
 
@@ -179,7 +179,7 @@ def test_the_critic_objective_learns_the_returns():
     packed = packed_batch(ragged_samples(count=4), Layout(1, 4, 64))
     losses = []
     for _ in range(30):
-        state, metrics = update(state, put_batch(packed.arrays, mesh), np.int32(packed.used))
+        state, metrics = update(state, *put_batch(packed, mesh))
         losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.5 * losses[0]
 
@@ -205,7 +205,7 @@ def test_meshes_and_batches_that_do_not_fit_say_so():
         make_mesh(-1, -1, 1)
     mesh = make_mesh(2, 4, 1)
     with pytest.raises(MeshError, match=r"6 rows .* data=2 x fsdp=4 = 8"):
-        put_batch({"input_ids": np.zeros((1, 6, 8), np.int32)}, mesh)
+        put_batch(pack([], Layout(1, 6, 8)), mesh)
     with pytest.raises(MeshError, match="no sharding rule matches parameter 'backbone/extra'"):
         param_spec("backbone/extra", (8, 8), mesh)
     with pytest.raises(MeshError, match=r"dimension 1 of size 12 is not divisible by tensor=8"):

@@ -1,0 +1,40 @@
+"""How commands end: a mistake of the user's is one line on stderr and exit code 2.
+
+Everything else propagates with its traceback, because it is ours.
+"""
+
+import sys
+from collections.abc import Callable
+
+from manus_jax.chat import ChatTemplateError, ConversationError
+from manus_jax.config import ConfigError
+from manus_jax.dataset import DatasetError
+from manus_jax.learner.mesh import MeshError
+from manus_jax.learner.packing import PackingError
+from manus_jax.models.architecture import ModelError
+from manus_jax.runtime.checkpoints import CheckpointError
+from manus_jax.runtime.run_directory import RunDirectoryError
+
+USER_ERRORS = (
+    ChatTemplateError,
+    CheckpointError,
+    ConfigError,
+    ConversationError,
+    DatasetError,
+    MeshError,
+    ModelError,
+    PackingError,
+    RunDirectoryError,
+)
+
+
+def run(main: Callable[[list[str]], None]) -> None:
+    """Runs a command on the program's arguments."""
+    try:
+        main(sys.argv[1:])
+    except USER_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(130)

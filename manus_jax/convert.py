@@ -1,0 +1,50 @@
+"""`python -m manus_jax.convert from-hf|to-hf`: between Hugging Face directories and Orbax."""
+
+import argparse
+from pathlib import Path
+
+from manus_jax import command
+from manus_jax.models import huggingface
+from manus_jax.models.architecture import ModelError
+from manus_jax.models.huggingface import ModelCard
+from manus_jax.runtime import checkpoints
+from manus_jax.runtime.policy_source import load_step
+
+
+def from_hf(hf: Path, out: Path) -> Path:
+    """Writes `out/checkpoints/0` and `out/model`: a run directory that holds only a model."""
+    if (out / "checkpoints").exists():
+        raise ModelError(f"{out} holds checkpoints already; choose another --out")
+    params, card = huggingface.load_params(hf)
+    card.save(out / "model")
+    return checkpoints.save_params(out, params, {"source": str(hf)})
+
+
+def to_hf(checkpoint: Path, out: Path) -> None:
+    """Writes a checkpoint's parameters as a Hugging Face directory."""
+    step_dir, card_dir = checkpoints.find_checkpoint(checkpoint)
+    card = ModelCard.load(card_dir)
+    huggingface.save_hf(load_step(step_dir, card), card, out)
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m manus_jax.convert", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    read = commands.add_parser("from-hf", help="a Hugging Face directory into an Orbax checkpoint")
+    read.add_argument("--hf", type=Path, required=True, help="the Hugging Face directory")
+    read.add_argument("--out", type=Path, required=True, help="the run directory to make")
+    write = commands.add_parser("to-hf", help="an Orbax checkpoint into a Hugging Face directory")
+    write.add_argument(
+        "--checkpoint", type=Path, required=True, help="a run directory or a step below it"
+    )
+    write.add_argument("--out", type=Path, required=True, help="the directory to make")
+    args = parser.parse_args(arguments)
+    if args.command == "from-hf":
+        print(f"wrote {from_hf(args.hf, args.out)}")
+    else:
+        to_hf(args.checkpoint, args.out)
+        print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,47 @@
+"""`python -m manus_jax.sft --gin_file=configs/sft_textcraft.gin`: supervised fine-tuning."""
+
+from manus_jax import command, config
+from manus_jax.runtime import supervised
+from manus_jax.settings import (
+    ComputeSettings,
+    DataSettings,
+    MeshSettings,
+    ModelSettings,
+    OptimizerSettings,
+    ScratchSettings,
+    SftSettings,
+)
+
+
+def main(arguments: list[str]) -> None:
+    parser = config.argument_parser("sft", "Fine-tunes a model on agent conversations.")
+    args = parser.parse_args(arguments)
+    config.parse(args.gin_file, args.gin_param)
+    classes: list[type] = [
+        SftSettings,
+        DataSettings,
+        ModelSettings,
+        OptimizerSettings,
+        MeshSettings,
+        ComputeSettings,
+    ]
+    sft, data, model, optimizer, mesh, compute = config.build(*classes)
+    scratch = None
+    if model.path is None:
+        classes.append(ScratchSettings)
+        (scratch,) = config.build(ScratchSettings)
+    config.refuse_unread(classes)
+    last = supervised.run(
+        supervised.SftConfig(sft, data, model, scratch, optimizer, mesh, compute),
+        config.operative_config(),
+    )
+    for name in ("train/loss", "val/loss", "val/unigram_entropy"):
+        if name in last:
+            print(f"{name:24s} {last[name]:.4f}")
+    print(f"run directory            {sft.run_dir}")
+    if sft.export:
+        print(f"Hugging Face model       {sft.run_dir}/export/{sft.total_steps}")
+
+
+if __name__ == "__main__":
+    command.run(main)
