@@ -1,0 +1,142 @@
+"""ScienceWorld: experiments in a simulated house, served as AgentGym's `sciworld`."""
+
+from typing import Any, cast
+
+from envs.game import EnvironmentSpec, GameError, Move, Policy, Session, SessionRoute, Step
+from envs.sciworld.game import SciWorld
+from envs.sciworld.simulators import POOL, limit, missing
+from envs.sciworld.tasks import items, pair
+
+INSTRUCTION = """\
+You carry out a science task in a house with several rooms. Answer every observation with one \
+action. OBJ stands for an object as the observations name it:
+- look around, look at OBJ, look in OBJ, inventory, task
+- go OBJ (a place), open OBJ, close OBJ
+- pick up OBJ, put down OBJ, move OBJ to OBJ, pour OBJ in OBJ, dunk OBJ in OBJ, mix OBJ
+- activate OBJ, deactivate OBJ, use OBJ on OBJ, connect OBJ to OBJ, disconnect OBJ
+- read OBJ, eat OBJ, flush OBJ
+- focus on OBJ: tells that this is the object the task is about; a wrong focus ends the episode
+- wait (ten steps), wait1 (one step)
+When the simulator asks which of several things you mean, answer with the number alone.
+Your answer has this format:
+
+Thought:
+why you do it
+
+Action:
+the action"""
+
+
+def oracle(item: int) -> Policy:
+    """A policy that follows ScienceWorld's own gold path."""
+    task, variation = pair(item)
+    simulator = POOL.lease()
+    try:
+        simulator.load(task.name, variation, "", generateGoldPath=True)
+        path = iter(simulator.get_gold_action_sequence())
+    finally:
+        POOL.give_back(simulator)
+
+    def policy(_: str) -> Move:
+        action = next(path, "look around")
+        return Move("This is the next step of the experiment.", action)
+
+    return policy
+
+
+def _game(session: Session) -> SciWorld:
+    return cast(SciWorld, session.game)
+
+
+def _score(session: Session) -> int:
+    return int(session.current.info.get("score", 0))
+
+
+def _stepped(session: Session) -> dict[str, Any]:
+    step = session.current
+    return {
+        "observation": step.observation,
+        "reward": step.reward,
+        "score": _score(session),
+        "done": step.done,
+    }
+
+
+def _started(session: Session) -> dict[str, Any]:
+    game = _game(session)
+    return {
+        "task_name": game.task.name,
+        "var_num": game.variation,
+        "task_description": game.description,
+        **_stepped(session),
+        "deleted": False,
+    }
+
+
+def _action_hint(session: Session) -> dict[str, Any]:
+    return _game(session).query(
+        lambda simulator: {
+            "possible_actions": simulator.get_possible_actions(),
+            "possible_objects": simulator.get_possible_objects(),
+        }
+    )
+
+
+def _valid_actions(session: Session) -> list[str]:
+    valid = _game(session).query(lambda simulator: simulator.get_valid_action_object_combinations())
+    return list(valid)
+
+
+def _goals(session: Session) -> dict[str, Any]:
+    return {"goals": _game(session).query(lambda simulator: simulator.get_goal_progress())}
+
+
+def _object_tree(session: Session) -> dict[str, Any]:
+    return {"object_tree": _game(session).query(lambda simulator: simulator.getObjectTree())}
+
+
+def _state(session: Session) -> dict[str, Any]:
+    return _game(session).query(
+        lambda simulator: {
+            "observation": simulator.look(),
+            "inventory": simulator.inventory(),
+            "task_description": simulator.get_task_description(),
+            "moves": simulator.get_num_moves(),
+        }
+    )
+
+
+def _task_description(session: Session) -> dict[str, str]:
+    if session.last is None:
+        raise GameError("The game has not been reset: call reset with a data_idx first.")
+    return {"task_description": _game(session).description}
+
+
+def _won(step: Step) -> bool:
+    return step.done and step.info.get("score", 0) >= 100
+
+
+SPEC = EnvironmentSpec(
+    name="sciworld",
+    health="This is environment ScienceWorld.",
+    family="id",
+    item_field="data_idx",
+    new_game=SciWorld,
+    items=items,
+    instruction=INSTRUCTION,
+    oracle=oracle,
+    reset_answer=_started,
+    step_answer=_stepped,
+    detail_answer=_started,
+    routes=(
+        SessionRoute("/action_hint", _action_hint),
+        SessionRoute("/valid_actions", _valid_actions),
+        SessionRoute("/goals", _goals),
+        SessionRoute("/task_description", _task_description),
+        SessionRoute("/object_tree", _object_tree),
+        SessionRoute("/state", _state),
+    ),
+    max_sessions=limit(),
+    won=_won,
+    requirements=missing,
+)
