@@ -1,14 +1,14 @@
 """ScienceWorld as a game: one session's simulator, spoken to in its own words.
 
-The one idea: a step asks the simulator for the outcome, the score and nothing else. The list of valid
-actions, which costs ten times a step, is made only when somebody asks for it.
+The one idea: a step asks the simulator for the outcome, the score and nothing else. The list of
+valid actions, which costs ten times a step, is made only when somebody asks for it.
 """
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from envs.game import GameError, Step
-from envs.sciworld.simulators import POOL, SimulatorPool
+from envs.sciworld.simulators import POOL, SimulatorPool, broken_connection
 from envs.sciworld.tasks import Task, pair
 
 MAX_MOVES = 100
@@ -87,18 +87,11 @@ class SciWorld:
 
     def _ask(self, question: Callable[[Any], T]) -> T:
         """Put a question to the simulator; one that is gone is replaced at the next reset."""
-        from py4j.protocol import Py4JError, Py4JNetworkError
-
         if self._simulator is None:
             raise GameError("The simulator of this session is gone: reset to get another.")
         try:
             return question(self._simulator)
-        except (Py4JNetworkError, OSError) as error:
+        except broken_connection() as error:
             simulator, self._simulator = self._simulator, None
-            self._task = None
             self._pool.discard(simulator)
-            raise GameError(
-                "The simulator of this session has died: reset to get another."
-            ) from error
-        except Py4JError as error:
-            raise GameError(f"The simulator refuses this: {error}") from error
+            raise GameError("The simulator of this session died: reset to get another.") from error

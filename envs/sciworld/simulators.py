@@ -1,9 +1,11 @@
-"""The pool of ScienceWorld simulators, each a Java virtual machine of some 460 MB.
+"""The pool of ScienceWorld simulators, each a Java virtual machine of some 300 MB.
 
-The one idea: sessions come and go, virtual machines stay. A session leases one for its life and gives
-it back warm; at the limit a lease is refused at once, in words, instead of filling the memory.
+The one idea: sessions come and go, virtual machines stay. A session leases one for its life and
+gives it back warm; at the limit a lease is refused at once, in words, instead of filling the
+memory.
 """
 
+import importlib
 import importlib.util
 import os
 import shutil
@@ -16,6 +18,8 @@ from envs.game import GameError
 SETTING = "SCIWORLD_SIMULATORS"
 """The environment variable that bounds the simulators of one server."""
 DEFAULT_SIMULATORS = 4
+JAVA_OPTIONS = "-Xmx512m -XX:+UseSerialGC"
+"""Without a bound on its heap, a simulator that plays many tasks grows to more than a gigabyte."""
 
 
 class SimulatorPool:
@@ -36,7 +40,7 @@ class SimulatorPool:
             if self._alive >= self._limit:
                 raise GameError(
                     f"All {self._limit} simulators are in use: close a session,"
-                    f" or set {SETTING} to a higher number (some 460 MB each)."
+                    f" or set {SETTING} to a higher number (some 300 MB each)."
                 )
             self._alive += 1
         try:
@@ -61,19 +65,31 @@ def launch() -> Any:
     """A new simulator. Its Java process ends with this one."""
     from scienceworld import ScienceWorldEnv
 
+    os.environ.setdefault("JAVA_TOOL_OPTIONS", JAVA_OPTIONS)
     return ScienceWorldEnv()
 
 
+def broken_connection() -> tuple[type[BaseException], ...]:
+    """What is raised when the Java process of a simulator is gone."""
+    # py4j comes with scienceworld and has no type stubs.
+    return importlib.import_module("py4j.protocol").Py4JNetworkError, OSError
+
+
 def limit() -> int:
-    """The bound on simulators, from the environment."""
-    text = os.environ.get(SETTING, str(DEFAULT_SIMULATORS))
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{SETTING} must be a whole number of at least 1, not {text!r}")
-    return int(text)
+    """The bound on simulators, from the environment; `missing` reports a setting that is none."""
+    text = os.environ.get(SETTING, "")
+    return int(text) if _is_count(text) else DEFAULT_SIMULATORS
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and int(text) >= 1
 
 
 def missing() -> str | None:
-    """What has to be installed, in one line, or None."""
+    """What has to be installed or set right, in one line, or None."""
+    setting = os.environ.get(SETTING)
+    if setting is not None and not _is_count(setting):
+        return f"{SETTING} must be a whole number of at least 1, not {setting!r}"
     if importlib.util.find_spec("scienceworld") is None:
         return 'sciworld needs the extra "sciworld": pip install "manus-jax[sciworld]"'
     if shutil.which("java") is None:

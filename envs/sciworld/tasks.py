@@ -13,7 +13,7 @@ from envs.game import GameError, fixed_splits
 
 @dataclass(frozen=True)
 class Task:
-    """A task: variations below `train_end` are for training, those from `test_start` for testing."""
+    """A task: variations below `train_end` are to train on, those from `test_start` to test on."""
 
     name: str
     variations: int
