@@ -1,0 +1,136 @@
+"""Rewards that compare the agent's answer with the right ones: exact match, F1, BLEU.
+
+The answer is the last `<answer>…</answer>` of what the agent itself said, or its whole last turn
+where `tag` is None. The right answers are the dataset's ground truth: a text, a number, a list of
+either, or a mapping with such a thing under "target"; the best match counts.
+"""
+
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manus_jax.rewards.blocks import tagged_blocks
+from manus_jax.rewards.registry import EpisodeTurn, register_reward
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalized(answer: str) -> str:
+    """Lower case, without punctuation and articles, with single spaces between the words."""
+    return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
+
+
+def references(ground_truth: Any) -> list[str]:
+    """The right answers as texts; ValueError where there is none."""
+    if isinstance(ground_truth, Mapping):
+        if "target" not in ground_truth:
+            raise ValueError(f"the ground truth has no 'target' but {list(ground_truth)}")
+        ground_truth = ground_truth["target"]
+    several = isinstance(ground_truth, Sequence) and not isinstance(ground_truth, str)
+    listed = list(ground_truth) if several else [ground_truth]
+    if not listed or any(not isinstance(one, str | int | float) for one in listed):
+        raise ValueError(f"the ground truth must be one or more answers, got {ground_truth!r}")
+    return [str(one) for one in listed]
+
+
+def given_answer(solution_str: str, turns: Sequence[EpisodeTurn], tag: str | None) -> str | None:
+    """What the agent answered; None if nothing."""
+    if tag is None:
+        return turns[-1].text if turns else solution_str
+    blocks = tagged_blocks(solution_str, [tag])
+    return blocks[-1].content if blocks else None
+
+
+@register_reward("exact_match")
+def exact_match(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    turns: Sequence[EpisodeTurn] = (),
+    tag: str | None = "answer",
+    substring: bool = False,
+    format_score: float = 0.0,
+    **facts: Any,
+) -> float:
+    """1 for a right answer, `format_score` for a wrong one, 0 for none.
+
+    Texts are compared normalized; with `substring`, an answer that contains a right one is right.
+    """
+    right = [normalized(reference) for reference in references(ground_truth)]
+    answer = given_answer(solution_str, turns, tag)
+    if answer is None:
+        return 0.0
+    said = normalized(answer)
+    matches = said in right or (substring and any(one and one in said for one in right))
+    return 1.0 if matches else format_score
+
+
+@register_reward("f1")
+def f1(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    turns: Sequence[EpisodeTurn] = (),
+    tag: str | None = "answer",
+    **facts: Any,
+) -> float:
+    """The F1 of the answer's words against those of the best right answer, both normalized."""
+    right = references(ground_truth)
+    answer = given_answer(solution_str, turns, tag)
+    return 0.0 if answer is None else max(_f1(normalized(answer), normalized(r)) for r in right)
+
+
+def _f1(said: str, right: str) -> float:
+    ours, theirs = said.split(), right.split()
+    if not ours or not theirs:
+        return float(ours == theirs)
+    common = (Counter(ours) & Counter(theirs)).total()
+    return 2 * common / (len(ours) + len(theirs))
+
+
+@register_reward("bleu")
+def bleu(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    turns: Sequence[EpisodeTurn] = (),
+    tag: str | None = "answer",
+    max_order: int = 4,
+    smooth: bool = True,
+    **facts: Any,
+) -> float:
+    """BLEU of the answer against all right answers (lower case, words split at spaces).
+
+    The geometric mean of the clipped n-gram precisions up to `max_order`, times the brevity penalty
+    against the right answer of the nearest length. With `smooth`, one is added to the counts of the
+    n-grams longer than a word (Lin and Och, 2004), as single sentences seldom share four words.
+    """
+    if max_order < 1:
+        raise ValueError(f"max_order is {max_order}; at least 1")
+    right = [reference.lower().split() for reference in references(ground_truth)]
+    answer = given_answer(solution_str, turns, tag)
+    said = (answer or "").lower().split()
+    if not said:
+        return 0.0
+    total = 0.0
+    for order in range(1, max_order + 1):
+        ours = _ngrams(said, order)
+        best: Counter[tuple[str, ...]] = Counter()
+        for words in right:
+            best |= _ngrams(words, order)
+        added = 1 if smooth and order > 1 else 0
+        matched, possible = (ours & best).total() + added, ours.total() + added
+        if not matched:
+            return 0.0
+        total += math.log(matched / possible)
+    nearest = min((len(words) for words in right), key=lambda n: (abs(n - len(said)), n))
+    brevity = min(0.0, 1 - nearest / len(said))
+    return math.exp(brevity + total / max_order)
+
+
+def _ngrams(words: Sequence[str], order: int) -> "Counter[tuple[str, ...]]":
+    return Counter(tuple(words[i : i + order]) for i in range(len(words) - order + 1))

@@ -1,0 +1,107 @@
+"""Rewards made of other rewards: weighted sums whose parts are told one by one.
+
+The parts of a sum are reported with their weights on, so that they add up to the total.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manus_jax.rewards.environment import env
+from manus_jax.rewards.form import tag_format
+from manus_jax.rewards.length import thought_length
+from manus_jax.rewards.reference_actions import action_similarity
+from manus_jax.rewards.registry import (
+    EpisodeTurn,
+    RewardError,
+    RewardSettings,
+    Score,
+    compute,
+    register_reward,
+)
+
+
+def _check_parts(given: Mapping[str, Any]) -> None:
+    constants = given.get("parameters") or {}
+    if unused := sorted(set(constants) - set(given["weights"])):
+        raise RewardError(f"'weighted' has parameters for {unused[0]!r}, which has no weight")
+    for name in given["weights"]:
+        RewardSettings(name, constants.get(name, {}))
+
+
+@register_reward("weighted", check=_check_parts)
+def weighted(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    turns: Sequence[EpisodeTurn],
+    weights: Mapping[str, float],
+    parameters: Mapping[str, Mapping[str, Any]] | None = None,
+    **facts: Any,
+) -> Score:
+    """The sum of the reward functions in `weights`, each times its weight.
+
+    `parameters` gives constants by function: {"length_penalty": {"max_length": 200}}.
+    """
+    parts: dict[str, float] = {}
+    shares: list[float] | None = None
+    for name, weight in weights.items():
+        settings = RewardSettings(name, (parameters or {}).get(name, {}))
+        score = compute(
+            settings, str(facts.get("item_id")), solution_str, ground_truth, turns, **facts
+        )
+        parts[name] = weight * score.total
+        if score.turn_scores is not None:
+            before = shares or [0.0] * len(turns)
+            shares = [x + weight * y for x, y in zip(before, score.turn_scores, strict=True)]
+    return Score(sum(parts.values()), parts, None if shares is None else tuple(shares))
+
+
+@register_reward("agentgym")
+def agentgym(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    turns: Sequence[EpisodeTurn],
+    env_reward: float,
+    env_weight: float = 0.25,
+    format_weight: float = 0.25,
+    length_weight: float = 0.15,
+    actions_weight: float = 0.35,
+    env_scale: float = 1.0,
+    env_clip: float = 5.0,
+    format_mode: str = "full",
+    format_maximum: float = 1.0,
+    format_minimum: float = -0.5,
+    length_target: int = 50,
+    length_tolerance: float = 0.3,
+    length_maximum: float = 0.5,
+    length_minimum: float = -0.25,
+    actions_maximum: float = 1.0,
+    actions_minimum: float = 0.0,
+    **facts: Any,
+) -> Score:
+    """OpenManus-RL's composite: environment, form, length of thoughts, the reference's actions."""
+    said = (solution_str, ground_truth)
+    from_env = env(*said, turns=turns, env_reward=env_reward, scale=env_scale, clip=env_clip)
+    parts = {
+        "env": env_weight * from_env.total,
+        "format": format_weight
+        * tag_format(
+            *said,
+            mode=format_mode,  # type: ignore[arg-type]
+            maximum=format_maximum,
+            minimum=format_minimum,
+        ),
+        "length": length_weight
+        * thought_length(
+            *said,
+            target=length_target,
+            tolerance=length_tolerance,
+            maximum=length_maximum,
+            minimum=length_minimum,
+        ),
+        "actions": actions_weight
+        * action_similarity(*said, turns=turns, maximum=actions_maximum, minimum=actions_minimum),
+    }
+    shares = tuple(env_weight * share for share in from_env.turn_scores or ())
+    return Score(sum(parts.values()), parts, shares)

@@ -1,0 +1,49 @@
+"""Rewards that are the environment's own word: its reward of the episode, its verdict."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from manus_jax.rewards.registry import EpisodeTurn, Score, register_reward
+
+
+@register_reward("env")
+def env(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    turns: Sequence[EpisodeTurn],
+    env_reward: float,
+    scale: float = 1.0,
+    clip: float | None = None,
+    **facts: Any,
+) -> Score:
+    """The environment's reward of the episode, times `scale`, within ±`clip`.
+
+    Each turn's share is the growth of the reward at that turn.
+    """
+    total = scale * env_reward
+    if clip is not None:
+        total = min(max(total, -clip), clip)
+    return Score(total, {"env": total}, tuple(scale * turn.reward for turn in turns))
+
+
+@register_reward("goal")
+def goal(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    env_reward: float,
+    success: bool,
+    finish_reason: str,
+    won: float = 1.0,
+    lost: float = -1.0,
+    **facts: Any,
+) -> float:
+    """`won` for a success, `lost` where the environment ended the episode and gave nothing.
+
+    What lies between (partial credit, or an episode that was cut) is worth the environment's own
+    reward.
+    """
+    if success:
+        return won
+    return lost if finish_reason == "done" and env_reward <= 0 else env_reward

@@ -1,0 +1,69 @@
+"""Rewards for the length of what the agent says."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from manus_jax.rewards.blocks import tagged_blocks
+from manus_jax.rewards.registry import EpisodeTurn, register_reward
+
+
+@register_reward("length")
+def thought_length(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    target: int = 50,
+    tolerance: float = 0.3,
+    maximum: float = 0.5,
+    minimum: float = -0.25,
+    tag: str | None = "think",
+    **facts: Any,
+) -> float:
+    """The maximum for about `target` words inside `tag` blocks; less, the further away from that.
+
+    Within `tolerance` (a share of the target) all is well. Half of the span between maximum and
+    minimum is lost at no words, or at twice the upper bound. No block at all gets the minimum.
+    `tag` None counts the words of everything that was said.
+    """
+    if target < 1 or not 0 <= tolerance < 1:
+        raise ValueError(f"target {target} must be at least 1 and tolerance {tolerance} in [0, 1)")
+    if tag is None:
+        thoughts = [solution_str]
+    else:
+        thoughts = [block.content for block in tagged_blocks(solution_str, [tag])]
+    if not thoughts:
+        return minimum
+    words = sum(len(thought.split()) for thought in thoughts)
+    lower, upper = target * (1 - tolerance), target * (1 + tolerance)
+    if words < lower:
+        missed = 1 - words / lower
+    elif words > upper:
+        missed = min(1.0, (words - upper) / upper)
+    else:
+        return maximum
+    return max(minimum, maximum - (maximum - minimum) * 0.5 * missed)
+
+
+@register_reward("length_penalty")
+def length_penalty(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    turns: Sequence[EpisodeTurn],
+    max_length: int = 450,
+    min_length: int = 20,
+    shape: Literal["linear", "quadratic", "log"] = "linear",
+    scale: float = 0.01,
+    **facts: Any,
+) -> float:
+    """Minus `scale` for every character by which the last turn is too long or too short.
+
+    `shape` is what the number of characters d counts for: d, d² or log(1 + d).
+    """
+    size = len(turns[-1].text if turns else solution_str)
+    outside = float(max(0, size - max_length, min_length - size))
+    shapes = {"linear": outside, "quadratic": outside**2, "log": math.log1p(outside)}
+    if shape not in shapes:
+        raise ValueError(f"shape is {shape!r}; there are {', '.join(shapes)}")
+    return -scale * shapes[shape]

@@ -1,0 +1,183 @@
+"""The registry of reward functions, and the one place where they are called.
+
+A reward function is `compute_score(solution_str, ground_truth, **kwargs)`. The one idea: it is
+given facts about the episode and returns a number, a `Score` with its parts, or one number per
+turn; what it must never do is fail quietly. An exception, a NaN or a wrong type is a `RewardError`
+that names the function and the episode, and the caller decides what becomes of the episode.
+"""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+FACTS: Mapping[str, str] = {
+    "turns": "the agent's turns (see EpisodeTurn), in order",
+    "env_reward": "the environment's reward of the episode, on a scale whose best is 1",
+    "success": "whether the environment counts the episode as won",
+    "env": "the environment's name",
+    "item_id": "the task's id, such as textcraft_31",
+    "finish_reason": "why the episode ended: done, max_turns, context or gave_up",
+    "extra": "the other columns of the dataset's row",
+}
+"""What every reward function is given by keyword, beside `solution_str`, all that the agent said
+(its turns, a newline between them), and `ground_truth`, as the dataset has it."""
+
+
+class EpisodeTurn(Protocol):
+    """One turn of the agent, as a reward function sees it."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def action(self) -> str | None:
+        """What was sent to the environment; None where the text held no valid action."""
+
+    @property
+    def valid(self) -> bool: ...
+
+    @property
+    def observation(self) -> str:
+        """What came back."""
+
+    @property
+    def reward(self) -> float:
+        """By how much the environment's reward of the episode grew."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """A reward, its parts (they become the metrics `reward/<component>`), and its share per turn.
+
+    `turn_scores` are process rewards, one per turn; what they leave of the total belongs to the
+    whole episode.
+    """
+
+    total: float
+    components: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    turn_scores: tuple[float, ...] | None = None
+
+
+class RewardError(RuntimeError):
+    """A reward function failed on an episode, or there is no such function or parameter."""
+
+
+RewardFunction = Callable[..., "float | Score | Sequence[float]"]
+Check = Callable[[Mapping[str, Any]], None]
+F = TypeVar("F", bound=RewardFunction)
+_FUNCTIONS: dict[str, RewardFunction] = {}
+_CHECKS: dict[str, Check] = {}
+
+
+def register_reward(name: str, check: Check | None = None) -> Callable[[F], F]:
+    """Decorator: makes `compute_score(solution_str, ground_truth, **kwargs)` a reward by name.
+
+    `check(parameters)` raises a RewardError for parameters that cannot work, before any episode.
+    """
+
+    def register(function: F) -> F:
+        if name in _FUNCTIONS:
+            raise RewardError(f"there is a reward function {name!r} already; choose another name")
+        _FUNCTIONS[name] = function
+        if check is not None:
+            _CHECKS[name] = check
+        return function
+
+    return register
+
+
+def reward_names() -> tuple[str, ...]:
+    return tuple(sorted(_FUNCTIONS))
+
+
+def reward_function(name: str) -> RewardFunction:
+    """The function of that name; the error lists the names there are."""
+    if name not in _FUNCTIONS:
+        raise RewardError(
+            f"unknown reward function {name!r}; there are {', '.join(reward_names())}"
+        )
+    return _FUNCTIONS[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardSettings:
+    """A reward function by name, with the constants it is to use instead of its defaults."""
+
+    function: str = "env"
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        signature = inspect.signature(reward_function(self.function))
+        named = [
+            parameter.name
+            for parameter in list(signature.parameters.values())[2:]
+            if parameter.name not in FACTS
+            and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        for name in self.parameters:
+            if name not in named:
+                raise RewardError(
+                    f"reward function {self.function!r} has no parameter {name!r}; "
+                    f"it has {', '.join(named) or 'none'}"
+                )
+        required = [n for n in named if signature.parameters[n].default is inspect.Parameter.empty]
+        if missing := [name for name in required if name not in self.parameters]:
+            raise RewardError(
+                f"reward function {self.function!r} needs the parameter {missing[0]!r}"
+            )
+        if self.function in _CHECKS:
+            _CHECKS[self.function](self.parameters)
+
+
+def compute(
+    settings: RewardSettings,
+    episode: str,
+    solution_str: str,
+    ground_truth: Any,
+    turns: Sequence[EpisodeTurn] = (),
+    **facts: Any,
+) -> Score:
+    """The score of one episode, called `episode` in errors; `facts` are those of FACTS."""
+    function = reward_function(settings.function)
+    try:
+        result = function(solution_str, ground_truth, turns=turns, **facts, **settings.parameters)
+    except Exception as error:  # whatever a function of the user's raises is told with its episode
+        what = f"{type(error).__name__}: {error}"
+        raise RewardError(_told(settings.function, episode, what)) from error
+    try:
+        return _checked(settings.function, result, len(turns))
+    except ValueError as error:
+        raise RewardError(_told(settings.function, episode, str(error))) from None
+
+
+def _told(function: str, episode: str, what: str) -> str:
+    return f"reward function {function!r} failed on episode {episode}: {what}"
+
+
+def _checked(name: str, result: Any, turns: int) -> Score:
+    """The result as a Score whose numbers are all finite."""
+    if isinstance(result, Score):
+        given = result.turn_scores
+        per_turn = None if given is None else tuple(_number("turn score", x) for x in given)
+        parts = {key: _number(f"component {key!r}", x) for key, x in result.components.items()}
+        score = Score(_number("total", result.total), parts, per_turn)
+    elif isinstance(result, Sequence) and not isinstance(result, str | bytes):
+        per_turn = tuple(_number("turn score", x) for x in result)
+        score = Score(math.fsum(per_turn), {}, per_turn)
+    else:
+        score = Score(_number("score", result))
+    if score.turn_scores is not None and len(score.turn_scores) != turns:
+        raise ValueError(f"it gave {len(score.turn_scores)} turn scores for {turns} turns")
+    return score if score.components else dataclasses.replace(score, components={name: score.total})
+
+
+def _number(what: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"its {what} is no number but {type(value).__name__}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"its {what} is {number}")
+    return number

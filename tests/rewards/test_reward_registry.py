@@ -1,0 +1,119 @@
+"""Rewards by name; a function that fails says so, with its name and the episode's."""
+
+import math
+
+import pytest
+from reward_turns import Said
+
+from manus_jax.rewards import (
+    FACTS,
+    RewardError,
+    RewardSettings,
+    Score,
+    compute,
+    register_reward,
+    reward_function,
+    reward_names,
+)
+from manus_jax.rewards.registry import _FUNCTIONS
+
+TURNS = (Said("a", "x", 0.25), Said("b", "y", 0.5))
+
+
+@pytest.fixture(autouse=True)
+def registry_as_it_was():
+    before = dict(_FUNCTIONS)
+    yield
+    _FUNCTIONS.clear()
+    _FUNCTIONS.update(before)
+
+
+def registered(result):
+    @register_reward("mine")
+    def mine(solution_str, ground_truth, **kwargs):
+        return result() if callable(result) else result
+
+    return RewardSettings("mine")
+
+
+def test_the_rewards_of_the_project_are_there_by_name() -> None:
+    wanted = {"env", "goal", "format", "length", "exact_match", "f1", "bleu", "agentgym"}
+    assert wanted | {"action_similarity", "weighted"} <= set(reward_names())
+
+
+def test_an_unknown_name_lists_the_names() -> None:
+    with pytest.raises(RewardError, match=r"unknown reward function 'f2'; there are .*bleu.*f1"):
+        reward_function("f2")
+    with pytest.raises(RewardError, match="unknown reward function 'f2'"):
+        RewardSettings("f2")
+
+
+def test_a_registered_function_is_given_the_episode_and_its_facts() -> None:
+    seen = {}
+
+    @register_reward("mine")
+    def compute_score(solution_str, ground_truth, *, bonus=0.0, **kwargs):
+        seen.update(kwargs, solution=solution_str, truth=ground_truth)
+        return 0.5 + bonus
+
+    settings = RewardSettings("mine", {"bonus": 0.25})
+    facts = dict.fromkeys(FACTS, "f") | {"turns": TURNS}
+    score = compute(settings, "e", "said", "truth", **facts)
+    assert score == Score(0.75, {"mine": 0.75})
+    assert set(seen) == {*FACTS, "solution", "truth"}
+    assert (seen["solution"], seen["truth"]) == ("said", "truth")
+
+
+def test_a_name_is_given_once() -> None:
+    registered(1.0)
+    with pytest.raises(RewardError, match="there is a reward function 'mine' already"):
+        registered(2.0)
+
+
+def test_parameters_are_checked_before_any_episode() -> None:
+    with pytest.raises(RewardError, match=r"'bleu' has no parameter 'order'; it has tag, max_ord"):
+        RewardSettings("bleu", {"order": 3})
+    with pytest.raises(RewardError, match=r"'env' has no parameter 'env_reward'; it has scale"):
+        RewardSettings("env", {"env_reward": 3})
+    with pytest.raises(RewardError, match="'pattern' needs the parameter 'pattern'"):
+        RewardSettings("pattern")
+
+
+def test_per_turn_scores_sum_to_the_total() -> None:
+    score = compute(registered([0.1, 0.2]), "e", "", None, TURNS)
+    assert score.turn_scores == (0.1, 0.2)
+    assert score.total == pytest.approx(0.3)
+
+
+def test_a_function_that_raises_names_itself_and_the_episode() -> None:
+    settings = registered(lambda: 1 / 0)
+    with pytest.raises(RewardError) as caught:
+        compute(settings, "textcraft_31 #4", "", None, TURNS)
+    assert str(caught.value) == (
+        "reward function 'mine' failed on episode textcraft_31 #4: "
+        "ZeroDivisionError: division by zero"
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "what"),
+    [
+        (math.nan, "its score is nan"),
+        (-math.inf, "its score is -inf"),
+        (None, "its score is no number but NoneType"),
+        ("1x", "its score is no number but str"),
+        (Score(math.nan), "its total is nan"),
+        (Score(1.0, {"part": math.inf}), "its component 'part' is inf"),
+        ([0.0, math.nan], "its turn score is nan"),
+        ([0.0, 1.0, 2.0], "it gave 3 turn scores for 2 turns"),
+        (Score(1.0, {}, (1.0,)), "it gave 1 turn scores for 2 turns"),
+    ],
+)
+def test_what_is_no_finite_number_is_an_error_and_never_a_zero(result, what) -> None:
+    with pytest.raises(RewardError, match=f"'mine' failed on episode e: {what}"):
+        compute(registered(result), "e", "", None, TURNS)
+
+
+def test_a_number_of_another_library_is_a_number() -> None:
+    np = pytest.importorskip("numpy")
+    assert compute(registered(np.float32(0.5)), "e", "", None, TURNS).total == 0.5
