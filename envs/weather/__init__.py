@@ -1,0 +1,84 @@
+"""A weather assistant with tools, over a made-up climate, served as AgentGym's `weather`."""
+
+import json
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from envs.game import EnvironmentSpec, Move, Policy, Session
+from envs.weather.game import Weather
+from envs.weather.tasks import items, question
+from envs.weather.tools import CHECK, FINISH, TOOLS
+
+_TOOL_LIST = "\n".join(
+    f"- {tool.name}({', '.join(tool.arguments)}): {tool.about}" for tool in TOOLS.values()
+)
+INSTRUCTION = f"""\
+You answer questions about weather and places with the help of these actions. Dates are written \
+YYYY-MM-DD; temperatures are in Celsius, rain in millimetres, snow in centimetres.
+{_TOOL_LIST}
+- {CHECK}(): the names of all actions
+- {FINISH}(answer): give your answer, a string, a number or a list, and end
+Take coordinates from get_latitude_longitude, never from memory. Historical tools take days before \
+today, forecasts take days after it.
+The action and its input, a JSON object, come last in your answer, which has this format:
+
+Thought: why you do it
+
+Action: NAME with Action Input: JSON"""
+
+
+class CreateBody(BaseModel):
+    """AgentGym's tool servers take the item with the create."""
+
+    id: int
+
+
+def oracle(item: int) -> Policy:
+    """A policy that makes the right calls and gives the right answer."""
+    plan = _plan(item)
+
+    def policy(_: str) -> Move:
+        return next(plan)
+
+    return policy
+
+
+def _plan(item: int) -> Iterator[Move]:
+    asked = question(item)
+    for why, tool, arguments in asked.calls:
+        yield Move(why, _action(tool, arguments))
+    yield Move("Now I know the answer.", _action(FINISH, {"answer": asked.answer}))
+
+
+def _action(tool: str, arguments: dict[str, object]) -> str:
+    return f"Action: {tool} with Action Input: {json.dumps(arguments)}"
+
+
+def _turn(move: Move) -> str:
+    return f"Thought: {move.thought}\n\n{move.action}"
+
+
+def _started(session: Session) -> str:
+    return session.current.observation
+
+
+def _same_item(session: Session) -> int:
+    return session.item if session.item is not None else 0
+
+
+SPEC = EnvironmentSpec(
+    name="weather",
+    health="ok",
+    family="env_idx",
+    item_field="id",
+    new_game=Weather,
+    items=items,
+    instruction=INSTRUCTION,
+    oracle=oracle,
+    create_body=CreateBody,
+    create_item=lambda _, body: body.id,
+    default_item=_same_item,
+    reset_answer=_started,
+    turn=_turn,
+)
