@@ -185,13 +185,13 @@ class Connection:
             secure = self._parts.scheme == "https"
             kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
             host, port = self._parts.hostname or "", self._parts.port
-            connection = kind(host, port, timeout=self._timeouts.connect)
             try:
+                connection = kind(host, port, timeout=self._timeouts.connect)
                 connection.connect()
             except TimeoutError as error:
                 detail = f"no connection within {self._timeouts.connect:g} s"
                 raise self.failure(FailureKind.TIMEOUT, method, path, detail) from error
-            except OSError as error:
+            except (OSError, UnicodeError, http.client.InvalidURL) as error:
                 raise self._lost(method, path, error) from error
             self._http = connection
         return self._http
@@ -234,7 +234,9 @@ class Session:
     def create(self) -> None:
         """Asks the server for a new game."""
         answer = self._call("create", "POST", self.row.create_body)
-        identifier = answer if self.row.bare_id else self._field("create", answer, "id_field")
+        identifier = (
+            answer if self.row.bare_id else self._field(answer, self.row.id_field, "create")
+        )
         if isinstance(identifier, bool) or not isinstance(identifier, int | str):
             raise self._malformed("create", f"no session id in {shortened(repr(answer))}")
         self.id = identifier
@@ -263,18 +265,18 @@ class Session:
         if self._episode is None or self._done:
             raise RuntimeError(f"{self.row.name}: the episode is over or not begun; call reset")
         answer = self._call("step", "POST", self._with_id({"action": action}))
-        view = self._field("step", answer, "view_field")
-        done = self._field("step", answer, "done_field")
-        if not isinstance(view, str) or not isinstance(done, bool):
+        view = self._field(answer, self.row.view_field, "step")
+        done = self._field(answer, self.row.done_field, "step")
+        value = self._field(answer, self.row.reward.field, "step")
+        sound = isinstance(view, str) and isinstance(done, bool) and isinstance(value, int | float)
+        if not sound:
             raise self._malformed("step", f"wrong types in {shortened(repr(answer))}")
         self._check_backend("step", answer)
         done = done or any(marker in view for marker in self.row.done_markers)
         try:
-            value = float(answer[self.row.reward.field])
             reward = self._episode.record(value, done)
-        except (KeyError, TypeError, ValueError) as error:
-            detail = f"no usable {self.row.reward.field} ({error}) in {shortened(repr(answer))}"
-            raise self._malformed("step", detail) from error
+        except ValueError as error:
+            raise self._malformed("step", f"{error} in {shortened(repr(answer))}") from error
         self._done = done
         used = (self.row.view_field, self.row.done_field)
         info = {key: part for key, part in answer.items() if key not in used}
@@ -314,8 +316,7 @@ class Session:
             self._tell(route, failure)
             raise failure from error.__cause__
 
-    def _field(self, route: str, answer: Any, column: str) -> Any:
-        key = getattr(self.row, column)
+    def _field(self, answer: Any, key: str, route: str) -> Any:
         if not isinstance(answer, dict) or key not in answer:
             raise self._malformed(route, f"no {key!r} in {shortened(repr(answer))}")
         return answer[key]

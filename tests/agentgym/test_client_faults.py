@@ -32,11 +32,12 @@ def step(observation: object = "x", reward: object = 0, done: object = False) ->
         (Reply(""), FailureKind.MALFORMED, "broken JSON"),
         (Reply('{"reward": 0, "done": false}'), FailureKind.MALFORMED, "no 'observation'"),
         (Reply('{"observation": "x", "reward": 0}'), FailureKind.MALFORMED, "no 'done'"),
-        (Reply('{"observation": "x", "done": true}'), FailureKind.MALFORMED, "no usable reward"),
+        (Reply('{"observation": "x", "done": true}'), FailureKind.MALFORMED, "no 'reward'"),
         (Reply("[1, 2]"), FailureKind.MALFORMED, "no 'observation'"),
         (step(observation=None), FailureKind.MALFORMED, "wrong types"),
         (step(done="yes"), FailureKind.MALFORMED, "wrong types"),
-        (step(reward=None), FailureKind.MALFORMED, "no usable reward"),
+        (step(reward=None), FailureKind.MALFORMED, "wrong types"),
+        (step(reward="1"), FailureKind.MALFORMED, "wrong types"),
         (step(reward=7), FailureKind.MALFORMED, r"reward 7 is outside 0\.\.1"),
         (step(reward=float("nan")), FailureKind.MALFORMED, "reward is nan"),
         (PAGE, FailureKind.NOT_AGENTGYM, "HTML instead of JSON"),
@@ -98,6 +99,13 @@ def test_a_port_where_nobody_listens_is_a_lost_connection() -> None:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(EnvironmentFailure, match="refused") as caught:
             Session(TEXTCRAFT, url).create()
+    assert caught.value.kind is FailureKind.CONNECTION
+
+
+@pytest.mark.parametrize("host", ["nowhere.invalid", "with space", "ü" * 80])
+def test_a_host_that_is_not_there_is_a_lost_connection(host: str) -> None:
+    with pytest.raises(EnvironmentFailure) as caught:
+        Session(TEXTCRAFT, f"http://{host}:9").create()
     assert caught.value.kind is FailureKind.CONNECTION
 
 
