@@ -45,7 +45,7 @@ class ServerState:
     limit: int | None = None  # sessions it can hold at once
     leases: int = 0  # sessions in use, those being created included
     idle: int = 0  # sessions kept for reuse
-    full: bool = False  # it handed out an id in use; wait until that one comes back
+    full: bool = False  # it has no room for another session until one comes back
     strikes: int = 0  # bad answers since the last good step
     incidents: int = 0  # times put aside since the last good step
     retry_at: float = 0.0
@@ -74,8 +74,13 @@ def keeping(state: ServerState, idle: int) -> ServerState:
     return replace(state, idle=idle)
 
 
+def forgetting(state: ServerState) -> ServerState:
+    """The idle sessions of this server were given up, which may have made room."""
+    return replace(state, full=False)
+
+
 def overfull(state: ServerState) -> ServerState:
-    """The server answered create with an id in use: it has no more room."""
+    """The server refused another session, or handed out an id in use, while others are out."""
     return replace(state, full=True)
 
 

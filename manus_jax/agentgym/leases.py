@@ -97,7 +97,8 @@ class LeaseGroup:
                     self._check(state.url)
                 session = session or self._created(state.url)
             except EnvironmentFailure as failure:
-                self._note_failure(state.url, failure)
+                if not self._is_full(state.url, failure):
+                    self._note_failure(state.url, failure)
                 self._give_back(state.url, state.suspect, session)
                 continue
             except BaseException:
@@ -218,6 +219,18 @@ class LeaseGroup:
         session.disconnect()
         return None
 
+    def _is_full(self, url: str, failure: EnvironmentFailure) -> bool:
+        """A healthy server that refuses a session while others are out has no room for it."""
+        if failure.kind not in (FailureKind.STATUS, FailureKind.ERROR_ANSWER):
+            return False
+        with self._changed:
+            state = self._states.get(url)
+            if state is None or state.suspect or not any(where == url for where, _ in self._held):
+                return False
+            self._states[url] = health.overfull(state)
+            self._counts["refusals"] += 1
+            return True
+
     def _listener(self, held: Held) -> Callable[[str, EnvironmentFailure | None], None]:
         def hear(call: str, failure: EnvironmentFailure | None) -> None:
             if failure is not None:
@@ -317,6 +330,7 @@ class LeaseGroup:
         forgotten = [session for session, since in kept if since < before]
         self._held -= {(url, session.id) for session in forgotten if session.id is not None}
         self._keep(url, [(session, since) for session, since in kept if since >= before])
+        self._states[url] = health.forgetting(self._states[url])
         return forgotten
 
     def _remove(self, url: str) -> None:

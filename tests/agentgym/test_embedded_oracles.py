@@ -12,7 +12,6 @@ from manus_jax.agentgym.client import Session
 from manus_jax.agentgym.settings import open_environments
 from manus_jax.agentgym.table import ENVIRONMENTS
 
-
 NAMES = sorted(EMBEDDED)
 
 

@@ -159,6 +159,28 @@ def test_a_crowd_shares_the_eight_sqlgym_sessions_one_at_a_time() -> None:
         assert pool.counters()["sqlgym/leases"] == 48
 
 
+def test_a_server_that_refuses_a_third_session_is_full_and_not_failing(
+    stub: TextcraftStub, url: str
+) -> None:
+    pool = EnvironmentPool({"textcraft": [url]})
+    first, second = pool.lease("textcraft"), pool.lease("textcraft")
+    first.__enter__()
+    second.__enter__()
+    stub.faults["create"] = Reply('{"error": "The server already has 2 live sessions."}')
+    rewards = []
+    thread = threading.Thread(target=lambda: rewards.append(pool.play("textcraft", winning)))
+    thread.start()
+    while "textcraft/refusals" not in pool.counters():
+        time.sleep(0.001)
+    assert rewards == []
+    stub.faults.clear()
+    first.__exit__(None, None, None)
+    thread.join()
+    assert rewards == [1.0]
+    second.__exit__(None, None, None)
+    assert pool.counters() == {"textcraft/leases": 3, "textcraft/refusals": 1}
+
+
 def test_an_id_in_use_is_refused_and_another_server_asked() -> None:
     ring = TextcraftStub()
     ring.faults["create"] = Reply('{"id": 7}')
