@@ -30,7 +30,7 @@ class BackOff:
 
 @dataclass(frozen=True)
 class HealthPolicy:
-    """How much is forgiven: bad answers until a server is put aside, incidents until it is lost."""
+    """How much is forgiven: bad answers until it is put aside, silences until it is broken."""
 
     back_off: BackOff = field(default_factory=BackOff)
     bad_answers: int = 3
@@ -48,6 +48,7 @@ class ServerState:
     full: bool = False  # it has no room for another session until one comes back
     strikes: int = 0  # bad answers since the last good step
     incidents: int = 0  # times put aside since the last good step
+    silences: int = 0  # the latest of them in a row in which it gave no answer at all
     retry_at: float = 0.0
     trial_out: bool = False
 
@@ -61,12 +62,20 @@ def granted(state: ServerState) -> ServerState:
     return replace(state, leases=state.leases + 1, trial_out=state.suspect or state.trial_out)
 
 
-def released(state: ServerState, trial: bool, freed_id: bool = True) -> ServerState:
-    """A place became free: its session came back, or never came about (no id was freed)."""
+def released(state: ServerState, trial: bool) -> ServerState:
+    """A session came back, or did not come about: there is room for another."""
     trial_out = state.trial_out and not trial
-    full = state.full and not freed_id
     # A server that came back at its old address begins at 0 while leases of its past run out.
-    return replace(state, leases=max(0, state.leases - 1), full=full, trial_out=trial_out)
+    return replace(state, leases=max(0, state.leases - 1), full=False, trial_out=trial_out)
+
+
+def turned_away(state: ServerState, trial: bool) -> ServerState:
+    """The server refused a session or handed out an id in use: full, if others are out.
+
+    Each of those makes room when it comes back, so a full server never stays full.
+    """
+    state = released(state, trial)
+    return replace(state, full=state.leases > 0)
 
 
 def keeping(state: ServerState, idle: int) -> ServerState:
@@ -79,14 +88,9 @@ def forgetting(state: ServerState) -> ServerState:
     return replace(state, full=False)
 
 
-def overfull(state: ServerState) -> ServerState:
-    """The server refused another session, or handed out an id in use, while others are out."""
-    return replace(state, full=True)
-
-
 def succeeded(state: ServerState) -> ServerState:
     """A step went well, so the server is healthy."""
-    return replace(state, strikes=0, incidents=0, retry_at=0.0, trial_out=False)
+    return replace(state, strikes=0, incidents=0, silences=0, retry_at=0.0, trial_out=False)
 
 
 def failed(
@@ -96,13 +100,15 @@ def failed(
     if kind is FailureKind.ITEM or now < state.retry_at:
         return state
     strikes = state.strikes + 1
+    silences = state.silences + 1 if kind.lost_contact else 0
     if not (kind.lost_contact or state.suspect or strikes >= policy.bad_answers):
-        return replace(state, strikes=strikes)
+        return replace(state, strikes=strikes, silences=silences)
     incidents = state.incidents + 1
     return replace(
         state,
         strikes=0,
         incidents=incidents,
+        silences=silences,
         retry_at=now + policy.back_off.seconds(incidents, chance),
         trial_out=False,
         full=False,
@@ -110,8 +116,11 @@ def failed(
 
 
 def broken(state: ServerState, policy: HealthPolicy) -> bool:
-    """So many trials failed that the server had better be replaced."""
-    return state.incidents >= policy.broken_after
+    """The server was silent so often that it had better be replaced.
+
+    One that answers, however badly, may still be playing with others.
+    """
+    return state.silences >= policy.broken_after
 
 
 def available(state: ServerState, now: float) -> bool:

@@ -97,20 +97,22 @@ class LeaseGroup:
                     self._check(state.url)
                 session = session or self._created(state.url)
             except EnvironmentFailure as failure:
-                if not self._is_full(state.url, failure):
+                refused = _refuses(failure)
+                if self._give_back(state.url, state.suspect, session, refused=refused):
+                    self.count(f"refusals/{failure.kind}")
+                else:
                     self._note_failure(state.url, failure)
-                self._give_back(state.url, state.suspect, session)
                 continue
             except BaseException:
                 self._give_back(state.url, state.suspect, session)
                 raise
-            if session is None:
-                self._give_back(state.url, state.suspect)
-                continue
             assert session.id is not None
             held = Held(session, (state.url, session.id), trial=state.suspect)
             session.listener = self._listener(held)
-            self.count("leases")
+            with self._changed:
+                self._counts["leases"] += 1
+                # Where one found room there may be more: somebody who waits may try.
+                self._changed.notify()
             return held
 
     def release(self, held: Held, clean: bool) -> None:
@@ -203,33 +205,20 @@ class LeaseGroup:
                 left = deadline - now
                 self._clock.wait(self._changed, left if trial is None else min(trial, left))
 
-    def _created(self, url: str) -> Session | None:
-        """A new session on a server; None if the server gave out an id that is in use."""
+    def _created(self, url: str) -> Session:
+        """A new session on a server, with an id that is not in use."""
         session = Session(self._row, url, self._settings.timeouts)
         session.create()
         assert session.id is not None
         with self._changed:
-            if (url, session.id) not in self._held:
-                self._held.add((url, session.id))
-                return session
-            self._counts[f"failures/{FailureKind.DUPLICATE_ID}"] += 1
-            is_idle = any(kept.id == session.id for kept, _ in self._kept.get(url, []))
-            if url in self._states and not is_idle:
-                self._states[url] = health.overfull(self._states[url])
-        session.disconnect()
-        return None
-
-    def _is_full(self, url: str, failure: EnvironmentFailure) -> bool:
-        """A healthy server that refuses a session while others are out has no room for it."""
-        if failure.kind not in (FailureKind.STATUS, FailureKind.ERROR_ANSWER):
-            return False
-        with self._changed:
-            state = self._states.get(url)
-            if state is None or state.suspect or not any(where == url for where, _ in self._held):
-                return False
-            self._states[url] = health.overfull(state)
-            self._counts["refusals"] += 1
-            return True
+            taken = (url, session.id) in self._held
+            self._held.add((url, session.id))
+        if taken:
+            session.disconnect()
+            detail = f"the server handed out the id {session.id}, which is in use"
+            kind, call = FailureKind.DUPLICATE_ID, "POST create"
+            raise EnvironmentFailure(kind, self._row.name, url, call, detail)
+        return session
 
     def _listener(self, held: Held) -> Callable[[str, EnvironmentFailure | None], None]:
         def hear(call: str, failure: EnvironmentFailure | None) -> None:
@@ -274,18 +263,24 @@ class LeaseGroup:
         trial: bool,
         kept: Session | None = None,
         freed: int | str | None = None,
-    ) -> None:
-        """Frees a place on a server, and the id that was used there or its session, for reuse."""
+        refused: bool = False,
+    ) -> bool:
+        """Frees a place on a server, and the id that was used there or its session, for reuse.
+
+        True if the server refused the session for no other reason than that it has no more room.
+        """
         with self._changed:
             if freed is not None:
                 self._held.discard((url, freed))
             if url in self._states:
-                back = freed is not None or kept is not None
-                self._states[url] = health.released(self._states[url], trial, freed_id=back)
+                move = health.turned_away if refused else health.released
+                self._states[url] = move(self._states[url], trial)
                 if kept is not None:
                     self._keep(url, [*self._kept[url], (kept, self._clock.now())])
             # One place became free: one of those waiting may have it.
             self._changed.notify()
+            state = self._states.get(url)
+            return refused and state is not None and (state.full or state.idle > 0)
 
     def _close_session(self, session: Session) -> None:
         try:
@@ -347,6 +342,12 @@ class LeaseGroup:
         self._counts[f"failures/{FailureKind.NO_SERVER}"] += 1
         where = ", ".join(self._states) or "no server"
         return EnvironmentFailure(FailureKind.NO_SERVER, self._row.name, where, "lease", detail)
+
+
+def _refuses(failure: EnvironmentFailure) -> bool:
+    """The server is there, but gave no session of its own."""
+    refusals = (FailureKind.STATUS, FailureKind.ERROR_ANSWER, FailureKind.DUPLICATE_ID)
+    return failure.kind in refusals
 
 
 def _described(state: ServerState, now: float) -> str:

@@ -14,10 +14,11 @@ from manus_jax.agentgym.health import (
     choose,
     failed,
     granted,
+    keeping,
     next_trial,
-    overfull,
     released,
     succeeded,
+    turned_away,
 )
 
 POLICY = HealthPolicy(BackOff(first=1.0, factor=2.0, limit=8.0, jitter=0.5))
@@ -115,11 +116,33 @@ def test_an_unknown_item_says_nothing_about_the_server() -> None:
     assert failed(A, FailureKind.ITEM, 0.0, 0.0, POLICY) is A
 
 
-def test_a_full_server_is_left_alone_until_a_session_comes_back() -> None:
-    full = overfull(granted(A))
+def test_a_server_that_refuses_a_session_is_left_alone_until_another_comes_back() -> None:
+    full = turned_away(granted(granted(A)), trial=False)
+    assert full.leases == 1
     assert not available(full, now=0.0)
     assert next_trial([full], now=0.0) is None
     assert available(released(full, trial=False), now=0.0)
+
+
+def test_a_full_server_still_gives_its_idle_sessions() -> None:
+    assert available(keeping(turned_away(granted(granted(A)), trial=False), idle=1), now=0.0)
+
+
+def test_a_server_that_refuses_its_only_session_is_not_full() -> None:
+    assert not turned_away(granted(A), trial=False).full
+    # Two sessions asked for at once, both refused: the second finds nobody else out.
+    first = turned_away(granted(granted(A)), trial=False)
+    assert first.full
+    assert not turned_away(first, trial=False).full
+
+
+def test_a_server_that_answers_badly_is_put_aside_but_not_broken() -> None:
+    state = A
+    for now in range(100, 1000, 100):
+        state = bad(state, now)
+    assert state.incidents > 4
+    assert not broken(state, POLICY)
+    assert not broken(bad(lost(lost(lost(state, 1e4), 2e4), 3e4), 4e4), POLICY)
 
 
 def test_a_server_holds_no_more_than_its_limit() -> None:

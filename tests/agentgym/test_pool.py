@@ -130,7 +130,7 @@ def test_the_ninth_sqlgym_session_waits_instead_of_sharing_an_id() -> None:
 
         thread = threading.Thread(target=wait_for_room)
         thread.start()
-        while "sqlgym/failures/duplicate_id" not in pool.counters():
+        while "sqlgym/refusals/duplicate_id" not in pool.counters():
             time.sleep(0.001)
         assert ninth == []
         eight[5].__exit__(None, None, None)
@@ -170,7 +170,7 @@ def test_a_server_that_refuses_a_third_session_is_full_and_not_failing(
     rewards = []
     thread = threading.Thread(target=lambda: rewards.append(pool.play("textcraft", winning)))
     thread.start()
-    while "textcraft/refusals" not in pool.counters():
+    while "textcraft/refusals/error_answer" not in pool.counters():
         time.sleep(0.001)
     assert rewards == []
     stub.faults.clear()
@@ -178,7 +178,7 @@ def test_a_server_that_refuses_a_third_session_is_full_and_not_failing(
     thread.join()
     assert rewards == [1.0]
     second.__exit__(None, None, None)
-    assert pool.counters() == {"textcraft/leases": 3, "textcraft/refusals": 1}
+    assert pool.counters() == {"textcraft/leases": 3, "textcraft/refusals/error_answer": 1}
 
 
 def test_an_id_in_use_is_refused_and_another_server_asked() -> None:
@@ -192,7 +192,7 @@ def test_an_id_in_use_is_refused_and_another_server_asked() -> None:
                 assert second.root == b
                 with pool.lease("textcraft") as third:
                     assert (third.root, third.id) == (b, 1)
-        assert pool.counters()["textcraft/failures/duplicate_id"] == 1
+        assert pool.counters()["textcraft/refusals/duplicate_id"] == 1
 
 
 def test_sessions_without_a_close_route_are_reset_and_used_again() -> None:
@@ -235,7 +235,7 @@ def test_an_id_that_comes_back_while_it_is_handed_out_again_is_leased_once() -> 
         with pool.lease("maze") as second, pool.lease("maze") as third:
             assert (second.id, third.id) == (0, 1)
         assert creates == ["/maze/create"] * 3
-        assert pool.counters()["maze/failures/duplicate_id"] == 1
+        assert pool.counters()["maze/refusals/duplicate_id"] == 1
 
 
 def test_a_session_kept_for_too_long_is_not_used_again() -> None:
@@ -420,13 +420,13 @@ def test_a_server_that_hangs_is_put_aside_after_its_timeout() -> None:
 
 
 def test_a_server_that_stays_down_is_reported_broken_once(url: str, stub: TextcraftStub) -> None:
-    stub.faults["create"] = Reply("no", 500)
+    stub.faults["create"] = HangUp
     reported = []
     pool = EnvironmentPool(
         {"textcraft": [url]},
         PoolSettings(
             lease_timeout=10.0,
-            health=HealthPolicy(BackOff(1.0, 2.0, 60.0, 0.0), bad_answers=1, broken_after=3),
+            health=HealthPolicy(BackOff(1.0, 2.0, 60.0, 0.0), broken_after=3),
         ),
         clock=JumpingClock(),
         on_broken=lambda env, where: reported.append((env, where)),
