@@ -1,0 +1,371 @@
+"""Action formats: how the model is asked to answer, and how its answer is read.
+
+The one idea: a format is one object that holds the instruction, a renderer of example turns and the
+parser, so that what is asked for and what is understood cannot drift apart. A new format is one
+`register_format(ActionFormat(...))`. Parsing is linear in the text and evaluates nothing; a text
+without exactly one action is answered with a sentence to the model, never with an empty action.
+"""
+
+import ast
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from typing import get_args
+
+from manus_jax.agentgym.prompts import FENCED, REACT, SEARCH_TAGS, SQL_BLOCK, TOOL_CALL
+from manus_jax.agentgym.table import ActionStyle, EnvironmentRow
+
+MAX_CODE = 4000
+MAX_NESTING = 20
+"""Bounds on code and JSON: parsers recurse on the C stack, and threads have small ones."""
+
+_PARSED_STYLES: frozenset[ActionStyle] = frozenset(("line", "plain_line", "sql_block"))
+_ALL_STYLES: frozenset[ActionStyle] = frozenset(get_args(ActionStyle))
+
+
+@dataclasses.dataclass(frozen=True)
+class ParsedAction:
+    """What to send to the environment, or None and the sentence that tells the model why not."""
+
+    action: str | None
+    error: str = ""
+
+    @property
+    def valid(self) -> bool:
+        return self.action is not None
+
+
+class NoAction(Exception):
+    """A text holds no action, or more than one; the message is for the model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ActionFormat:
+    """A form of answer.
+
+    `marker` is what any description of the form shows; `render(thought, action)` writes a turn in
+    it and `find(turn)` reads the action of one, or raises NoAction. `styles` are the kinds of
+    actions (see EnvironmentRow.action) that it can carry.
+    """
+
+    name: str
+    instruction: str
+    marker: str
+    render: Callable[[str, str], str]
+    find: Callable[[str], str]
+    styles: frozenset[ActionStyle] = _PARSED_STYLES
+
+    def parse(self, text: str, style: ActionStyle) -> ParsedAction:
+        """The action in a turn of the model's, as an environment of this style wants it."""
+        try:
+            action = _shaped(self.find(text), style)
+        except NoAction as problem:
+            return ParsedAction(None, f"Invalid action: {problem}")
+        if not action:
+            return ParsedAction(None, "Invalid action: it is empty. Write one action.")
+        return ParsedAction(action)
+
+
+FORMATS: dict[str, ActionFormat] = {}
+
+_OWN_FORM: dict[ActionStyle, str] = {
+    "line": "react",
+    "plain_line": "react",
+    "sql_block": "react_sql",
+    "tool_call": "tool_call",
+    "search_tags": "search_tags",
+    "fenced": "fenced",
+}
+
+
+def register_format(action_format: ActionFormat) -> ActionFormat:
+    """Makes a format known by its name."""
+    if action_format.name in FORMATS or action_format.name == "auto":
+        raise ValueError(f"there is an action format {action_format.name!r} already")
+    FORMATS[action_format.name] = action_format
+    return action_format
+
+
+def format_for(row: EnvironmentRow, name: str = "auto") -> ActionFormat:
+    """The format of that name, or the environment's own for "auto".
+
+    ValueError for an unknown name, and for a format that the environment's server cannot read.
+    """
+    if name == "auto":
+        name = _OWN_FORM[row.action]
+    if name not in FORMATS:
+        raise ValueError(f"unknown action format {name!r}; there are auto, {', '.join(FORMATS)}")
+    chosen = FORMATS[name]
+    if name == "raw" and row.sends_text:
+        # The server still reads the form it knows; what goes is the check before sending.
+        return dataclasses.replace(FORMATS[_OWN_FORM[row.action]], name="raw", find=chosen.find)
+    if row.action not in chosen.styles:
+        fitting = [other.name for other in FORMATS.values() if row.action in other.styles]
+        raise ValueError(
+            f"action format {name!r} does not fit {row.name}, whose actions are of style "
+            f"{row.action!r}; write auto or one of {', '.join(fitting)}"
+        )
+    return chosen
+
+
+def _shaped(action: str, style: ActionStyle) -> str:
+    # An escape in JSON or code can make half a character, which no tokenizer can take back.
+    action = action.encode("utf-8", "replace").decode("utf-8")
+    if style == "plain_line":
+        action = re.sub(r"[^A-Za-z0-9, ]", "", " ".join(action.split()))
+    elif style == "sql_block":
+        action = _unfenced(action.strip())
+    return action.strip()
+
+
+def _unfenced(text: str) -> str:
+    """The content of a fenced block, where the text is one; else the text."""
+    if not text.startswith("```"):
+        return text
+    first, _, rest = text.partition("\n")
+    if "```" in first[3:]:
+        return first[3:].partition("```")[0]
+    return rest.partition("```")[0]
+
+
+_ACTION_LINE = re.compile(r"^[ \t]*Action:", re.MULTILINE)
+_NEXT_PART = re.compile(r"^[ \t]*(?:Thought|Observation):", re.MULTILINE)
+
+
+def _find_react(text: str) -> str:
+    marks = list(_ACTION_LINE.finditer(text)) or list(re.finditer(r"\bAction:", text))
+    if not marks:
+        raise NoAction('there is no "Action:". Write "Action:" and then one action.')
+    if len(marks) > 1:
+        raise NoAction(
+            f'there are {len(marks)} times "Action:". Give only one action in every answer.'
+        )
+    rest = text[marks[0].end() :]
+    end = _NEXT_PART.search(rest)
+    return _unfenced(rest[: end.start() if end else None].strip()).strip().partition("\n")[0]
+
+
+register_format(
+    ActionFormat(
+        "react",
+        REACT,
+        "Action:",
+        lambda thought, action: f"Thought:\n{thought}\n\nAction:\n{action}",
+        _find_react,
+        frozenset(("line", "plain_line")),
+    )
+)
+
+
+def _find_sql(text: str) -> str:
+    _, fence, query = text.rpartition("```sql")
+    if not fence:
+        raise NoAction("there is no ```sql block. Write the query between ```sql and ```.")
+    return query.partition("```")[0]
+
+
+register_format(
+    ActionFormat(
+        "react_sql",
+        SQL_BLOCK,
+        "```sql",
+        lambda thought, action: f"Thought:\n{thought}\n\nAction:\n{_sql_block(action)}",
+        _find_sql,
+        frozenset(("sql_block",)),
+    )
+)
+
+
+def _sql_block(query: str) -> str:
+    return query if query.startswith("```") else f"```sql\n{query}\n```"
+
+
+def _tag_format(tag: str) -> ActionFormat:
+    opening, closing = f"<{tag}>", f"</{tag}>"
+
+    def find(text: str) -> str:
+        # A thought may well speak of the tag; what counts comes after it.
+        said = text.rpartition("</think>")[2]
+        opened, closed = said.count(opening), said.count(closing)
+        if not opened or not closed:
+            missing = closing if opened else opening
+            raise NoAction(f"there is no {missing}. Write one action as {opening}action{closing}.")
+        if opened > 1 or closed > 1:
+            raise NoAction(f"there are several {opening}. Give only one action in every answer.")
+        return said.partition(opening)[2].partition(closing)[0]
+
+    return ActionFormat(
+        tag,
+        f"Think first, between <think> and </think>. Then give exactly one action, between "
+        f"{opening} and {closing}. Every answer has this form:\n\n"
+        f"<think>why you do what you do next</think>\n{opening}the action{closing}",
+        opening,
+        lambda thought, action: f"<think>{thought}</think>\n{opening}{action}{closing}",
+        find,
+    )
+
+
+for _tag in ("act", "action", "response"):
+    register_format(_tag_format(_tag))
+
+
+_BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
+
+
+def _check_nesting(text: str) -> None:
+    depth = deepest = 0
+    for mark in re.finditer(r"[][(){}]", text):
+        depth += _BRACKETS[mark[0]]
+        deepest = max(deepest, depth)
+    if deepest > MAX_NESTING:
+        raise NoAction("the brackets are too deeply nested.")
+
+
+def _find_function_call(text: str) -> str:
+    start, end = text.find("{"), text.rfind("}")
+    wanted = 'Write {"thought": ..., "function_name": "act", "arguments": {"action": ...}}.'
+    if start < 0 or end < start:
+        raise NoAction(f"there is no JSON object. {wanted}")
+    _check_nesting(text[start : end + 1])
+    try:
+        call = json.loads(text[start : end + 1], strict=False)
+    except ValueError as error:
+        raise NoAction(f"this is not one JSON object ({error}). {wanted}") from None
+    if not isinstance(call, dict) or call.get("function_name") != "act":
+        raise NoAction(f'"function_name" must be "act". {wanted}')
+    arguments = call.get("arguments")
+    action = arguments.get("action") if isinstance(arguments, dict) else None
+    if not isinstance(action, str):
+        raise NoAction(f'"arguments" must hold the text of the action. {wanted}')
+    return action
+
+
+def _render_function_call(thought: str, action: str) -> str:
+    call = {"thought": thought, "function_name": "act", "arguments": {"action": action}}
+    return json.dumps(call, ensure_ascii=False)
+
+
+register_format(
+    ActionFormat(
+        "function_call",
+        "Answer with one function call in every answer: a JSON object with your thought, the name "
+        "of the function, which is always act, and its argument, in this form and with nothing "
+        'before or after it:\n\n{"thought": "why you do what you do next", "function_name": '
+        '"act", "arguments": {"action": "the action"}}',
+        '"function_name"',
+        _render_function_call,
+        _find_function_call,
+    )
+)
+
+
+def _find_code(text: str) -> str:
+    wanted = 'Write one call act("...") between ```python and ```.'
+    parts = text.split("```python")
+    if len(parts) != 2:
+        how_many = "no" if len(parts) == 1 else "more than one"
+        raise NoAction(f"there is {how_many} ```python block. {wanted}")
+    code = parts[1].partition("```")[0].strip()
+    if len(code) > MAX_CODE:
+        raise NoAction(f"the code is longer than {MAX_CODE} characters. {wanted}")
+    _check_nesting(code)
+    try:
+        statements = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise NoAction(f"the code cannot be read ({type(error).__name__}). {wanted}") from None
+    call = statements[0].value if _is_one_expression(statements) else None  # type: ignore[attr-defined]
+    if not (
+        isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "act"
+    ):
+        raise NoAction(f"the code must be one call of act. {wanted}")
+    given = [*call.args, *(k.value for k in call.keywords if k.arg == "action")]
+    value = given[0].value if len(given) == 1 and isinstance(given[0], ast.Constant) else None
+    if not isinstance(value, str) or len(call.args) + len(call.keywords) != 1:
+        raise NoAction(f"act takes one text in quotes. {wanted}")
+    return value
+
+
+def _is_one_expression(statements: list[ast.stmt]) -> bool:
+    return len(statements) == 1 and isinstance(statements[0], ast.Expr)
+
+
+def _render_code(thought: str, action: str) -> str:
+    comment = "\n".join(f"# {line}" for line in thought.splitlines())
+    return f"```python\n{comment}\nact({json.dumps(action, ensure_ascii=False)})\n```"
+
+
+register_format(
+    ActionFormat(
+        "code_as_action",
+        "Answer with one block of Python in every answer: your thought in comments, and one call "
+        "of act, with the action in quotes, in this form:\n\n"
+        '```python\n# why you do what you do next\nact("the action")\n```',
+        "```python",
+        _render_code,
+        _find_code,
+    )
+)
+
+
+def _has(part: str, error: str) -> Callable[[str], str]:
+    def find(text: str) -> str:
+        if part not in text:
+            raise NoAction(error)
+        return text
+
+    return find
+
+
+def _find_search_tags(text: str) -> str:
+    if not any(f"</{tag}>" in text.partition(f"<{tag}>")[2] for tag in ("search", "answer")):
+        raise NoAction("write <search>words</search> or <answer>a few words</answer>.")
+    return text
+
+
+def _find_fenced(text: str) -> str:
+    if text.count("```") < 2:
+        raise NoAction("write one action between triple backticks.")
+    return text
+
+
+register_format(
+    ActionFormat(
+        "tool_call",
+        TOOL_CALL,
+        "with Action Input:",
+        lambda thought, action: f"Thought: {thought}\n\nAction: {action}",
+        _has("with Action Input:", 'write "Action: NAME with Action Input: {...}" as last line.'),
+        frozenset(("tool_call",)),
+    )
+)
+register_format(
+    ActionFormat(
+        "search_tags",
+        SEARCH_TAGS,
+        "<search>",
+        lambda thought, action: f"<think>{thought}</think>\n{action}",
+        _find_search_tags,
+        frozenset(("search_tags",)),
+    )
+)
+register_format(
+    ActionFormat(
+        "fenced",
+        FENCED,
+        "```",
+        lambda thought, action: f"{thought}\n{action}",
+        _find_fenced,
+        frozenset(("fenced",)),
+    )
+)
+register_format(
+    ActionFormat(
+        "raw",
+        "Your whole answer is taken as the action: write the action and nothing else.",
+        "whole answer is taken as the action",
+        lambda thought, action: action,
+        lambda text: text,
+        _ALL_STYLES,
+    )
+)

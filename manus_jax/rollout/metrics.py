@@ -1,0 +1,77 @@
+"""Numbers about a batch of episodes, under the names that OpenManus-RL's users know."""
+
+import collections
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory, trajectories
+
+
+def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Means and counts over the episodes; failed ones are counted and enter no mean.
+
+    env/…: actions per episode, valid ones among them, episodes that the environment ended.
+    episode/…: rewards, success, tokens, time. reward/…: the parts of the reward function.
+    rollout/…: what was dropped, why, and whether prompts extended each other.
+    """
+    played = trajectories(outcomes)
+    failed = [outcome for outcome in outcomes if isinstance(outcome, FailedEpisode)]
+    metrics = {
+        "rollout/episodes": float(len(played)),
+        "rollout/failed": float(len(failed)),
+        "rollout/retries": float(sum(outcome.attempts - 1 for outcome in outcomes)),
+        "rollout/prompt_extended": float(sum(t.prompts_extended for t in played)),
+        "rollout/prompt_forked": float(sum(t.prompts_forked for t in played)),
+    }
+    for kind, count in sorted(collections.Counter(f.kind for f in failed).items()):
+        metrics[f"rollout/failed/{kind}"] = float(count)
+    if played:
+        metrics |= _episode_metrics(played) | _reward_metrics(played)
+    return metrics
+
+
+def _episode_metrics(played: Sequence[Trajectory]) -> dict[str, float]:
+    turns = [len(t.turns) for t in played]
+    valid = [sum(turn.valid for turn in t.turns) for t in played]
+    said = [turn for t in played for turn in t.turns]
+    spread: Mapping[str, Sequence[float]] = {
+        "env/number_of_actions": turns,
+        "episode/reward": [t.episode_reward for t in played],
+        "response_length": [t.agent_tokens for t in played],
+    }
+    metrics = {
+        f"{name}/{kind}": float(summary(values))
+        for name, values in spread.items()
+        for kind, summary in (("mean", np.mean), ("max", np.max), ("min", np.min))
+    }
+    return metrics | {
+        "env/finish_ratio": _mean([t.end_reason == "done" for t in played]),
+        "env/number_of_valid_action": _mean(valid),
+        "env/ratio_of_valid_action": sum(valid) / max(1, sum(turns)),
+        "episode/env_reward": _mean([t.env_reward for t in played]),
+        "episode/success_rate": _mean([t.success for t in played]),
+        "response_length/clip_ratio": _mean([turn.cut for turn in said]),
+        "timing_s/generation_per_turn": _mean([turn.generation_seconds for turn in said]),
+        "timing_s/environment_per_turn": _mean([turn.environment_seconds for turn in said]),
+        **{
+            f"episode/ended_by/{reason}": _mean([t.end_reason == reason for t in played])
+            for reason in sorted({t.end_reason for t in played})
+        },
+    }
+
+
+def _reward_metrics(played: Sequence[Trajectory]) -> dict[str, float]:
+    parts: dict[str, list[float]] = collections.defaultdict(list)
+    for trajectory in played:
+        if trajectory.score is not None:
+            for name, value in trajectory.score.components.items():
+                parts[name].append(value)
+    penalties = [sum(turn.penalty for turn in t.turns) for t in played]
+    if any(penalties):
+        parts["invalid_action_penalty"] = penalties
+    return {f"reward/{name}": _mean(values) for name, values in parts.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else 0.0

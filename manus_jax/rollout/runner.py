@@ -1,0 +1,161 @@
+"""Many episodes at once: threads, back-pressure, order, and a prompt end.
+
+The one idea: one thread per episode in flight, as an episode is nothing but waiting. The pool's
+leases are the back-pressure. A broad `except` stands here, around each episode: whatever goes wrong
+in one is logged, becomes its own FailedEpisode and disturbs no other.
+"""
+
+import logging
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from manus_jax.agentgym.pool import EnvironmentPool
+from manus_jax.agentgym.table import environment
+from manus_jax.rollout.actions import format_for
+from manus_jax.rollout.cancellation import Cancellation
+from manus_jax.rollout.episode import play_episode
+from manus_jax.rollout.player import Agent
+from manus_jax.rollout.settings import RolloutSettings
+from manus_jax.rollout.trajectory import EpisodeSpec, FailedEpisode, Outcome
+
+_log = logging.getLogger(__name__)
+
+STACK_BYTES = 1 << 20
+"""Of an episode's thread: thousands of the system's 8 MiB stacks run into address-space limits."""
+
+GRACE = 10.0
+"""Seconds that cancelled episodes get to give back their environments before they are left to
+their own timeouts."""
+
+_POLL = 0.1
+
+OnDone = Callable[[int, Outcome], None]
+"""Called with a spec's index and its outcome, in the caller's thread, as episodes end."""
+
+
+def run_episodes(
+    specs: Sequence[EpisodeSpec],
+    agent: Agent,
+    pool: EnvironmentPool,
+    settings: RolloutSettings,
+    on_done: OnDone | None = None,
+    stop: threading.Event | None = None,
+) -> list[Outcome]:
+    """Plays all episodes and returns their outcomes in the order of `specs`.
+
+    When `stop` is set, episodes in flight are cancelled, their environments given back, and what is
+    not finished comes back as FailedEpisode "cancelled". Ctrl-C, or an exception of `on_done`, does
+    the same and is then raised. ValueError for specs that cannot be played, before any is.
+    """
+    check_specs(specs, agent, pool, settings)
+    run = _Run(specs, agent, pool, settings)
+    try:
+        run.start()
+        run.collect(on_done, stop)
+    except BaseException:
+        run.cancel()
+        raise
+    return run.outcomes()
+
+
+def check_specs(
+    specs: Sequence[EpisodeSpec], agent: Agent, pool: EnvironmentPool, settings: RolloutSettings
+) -> None:
+    """Every spec names an item of an open environment that the agent can play in this format."""
+    if len({spec.uid for spec in specs}) < len(specs):
+        raise ValueError("two episodes have the same uid; they would draw the same random numbers")
+    for spec in specs:
+        if spec.task.env is None or spec.task.item is None:
+            raise ValueError(f"{spec.uid}: task {spec.task.item_id!r} names no environment's item")
+    for env in {spec.task.env for spec in specs if spec.task.env is not None}:
+        row = environment(env)
+        if env not in pool.environments:
+            there = ", ".join(pool.environments) or "none"
+            raise ValueError(f"environment {env!r} is not open; open are: {there}")
+        format_for(row, settings.action_format)
+        agent.check(env)
+
+
+class _Run:
+    """The state of one call of `run_episodes`."""
+
+    def __init__(
+        self,
+        specs: Sequence[EpisodeSpec],
+        agent: Agent,
+        pool: EnvironmentPool,
+        settings: RolloutSettings,
+    ) -> None:
+        self._specs = specs
+        self._agent, self._pool, self._settings = agent, pool, settings
+        self._cancellation = Cancellation()
+        self._threads = max(1, min(settings.max_in_flight, len(specs)))
+        self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="episode")
+        self._ended: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
+        self._outcomes: dict[int, Outcome] = {}
+        self._begun: set[int] = set()
+
+    def start(self) -> None:
+        # Threads are made as work is handed in; the size of their stacks is a global setting.
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            for index in range(len(self._specs)):
+                self._executor.submit(self._work, index)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self._threads} threads cannot be started ({error}); lower max_in_flight"
+            ) from error
+        finally:
+            threading.stack_size(before)
+        self._executor.shutdown(wait=False)
+
+    def collect(self, on_done: OnDone | None, stop: threading.Event | None) -> None:
+        while len(self._outcomes) < len(self._specs):
+            if stop is not None and stop.is_set():
+                self.cancel()
+                return
+            try:
+                index, outcome = self._ended.get(timeout=None if stop is None else _POLL)
+            except queue.Empty:
+                continue
+            self._outcomes[index] = outcome
+            if on_done is not None:
+                on_done(index, outcome)
+
+    def cancel(self) -> None:
+        """Ends all episodes; returns when they have ended, or when the grace is over."""
+        self._cancellation.cancel()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        deadline = time.monotonic() + GRACE
+        while left := self._begun - self._outcomes.keys():
+            try:
+                index, outcome = self._ended.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                _log.warning("%d cancelled episodes still wait for their environment", len(left))
+                return
+            self._outcomes[index] = outcome
+
+    def outcomes(self) -> list[Outcome]:
+        return [
+            self._outcomes.get(index) or FailedEpisode(spec, "cancelled", "the run was cancelled")
+            for index, spec in enumerate(self._specs)
+        ]
+
+    def _work(self, index: int) -> None:
+        self._begun.add(index)
+        spec = self._specs[index]
+        outcome: Outcome
+        try:
+            outcome = play_episode(
+                spec, self._agent, self._pool, self._settings, self._cancellation
+            )
+        except BaseException as error:  # even an exit must not leave the caller waiting
+            _log.exception("episode %s failed", spec.uid)
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            told = f"{type(error).__name__}: {error} (in {where.name})"
+            outcome = FailedEpisode(spec, "error", told)
+        self._ended.put((index, outcome))

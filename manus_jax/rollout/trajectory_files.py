@@ -1,0 +1,131 @@
+"""Trajectories on disk: one JSON object per line, one file per step, text and exact ids.
+
+The one idea: what can be derived is not written. A turn is a span of a segment, so masks, turn ids
+and the padding of log-probs come back from the spans when a file is read.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manus_jax.chat import Message
+from manus_jax.dataset import Task
+from manus_jax.rewards import Score
+from manus_jax.rollout.trajectory import (
+    EpisodeSpec,
+    FailedEpisode,
+    Outcome,
+    Segment,
+    Trajectory,
+    Turn,
+)
+
+_TASK_FIELDS = ("env", "item", "item_id", "ground_truth", "data_source")
+_SCALARS = (
+    "env_reward",
+    "success",
+    "end_reason",
+    "attempts",
+    "prompts_extended",
+    "prompts_forked",
+    "first_observation",
+)
+
+
+def write_trajectories(
+    directory: str | os.PathLike[str], step: int, outcomes: Sequence[Outcome]
+) -> Path:
+    """Writes `directory/<step>.jsonl`, whole or not at all, and returns its path.
+
+    Of a task, what names it and its ground truth are kept, not its reference conversation.
+    """
+    path = Path(directory) / f"{step}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    with work.open("w", encoding="utf-8") as file:
+        for outcome in outcomes:
+            record = json.dumps(_record(outcome), ensure_ascii=False, default=str)
+            # Half a character in a model's text would break the file.
+            file.write(record.encode("utf-8", "replace").decode("utf-8") + "\n")
+    work.replace(path)
+    return path
+
+
+def read_trajectories(path: str | os.PathLike[str]) -> Iterator[Outcome]:
+    """The outcomes of a file, in order; ValueError names a line that cannot be read."""
+    with Path(path).open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield _outcome(json.loads(line))
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                raise ValueError(f"{path} line {number} is no trajectory: {error!r}") from error
+
+
+def _record(outcome: Outcome) -> dict[str, Any]:
+    spec = outcome.spec
+    task = {name: getattr(spec.task, name) for name in _TASK_FIELDS}
+    common = {"uid": spec.uid, "group_id": spec.group_id, "task": task}
+    if isinstance(outcome, FailedEpisode):
+        failure = {"kind": outcome.kind, "error": outcome.error, "attempts": outcome.attempts}
+        return {**common, "failed": failure}
+    return {
+        **common,
+        "episode_reward": outcome.episode_reward,
+        **{name: getattr(outcome, name) for name in _SCALARS},
+        "score": None if outcome.score is None else dataclasses.asdict(outcome.score),
+        "opening": [[message.role, message.content] for message in outcome.opening],
+        "turns": [_turn_record(turn, outcome.segments) for turn in outcome.turns],
+        "segments": [segment.token_ids.tolist() for segment in outcome.segments],
+    }
+
+
+def _turn_record(turn: Turn, segments: Sequence[Segment]) -> dict[str, Any]:
+    record = dataclasses.asdict(turn)
+    if segments:
+        span = slice(turn.start, turn.stop)
+        # The shortest digits that give the same float32 again.
+        record["log_probs"] = [float(str(x)) for x in segments[turn.segment].log_probs[span]]
+        record["versions"] = segments[turn.segment].versions[span].tolist()
+    return record
+
+
+def _outcome(record: dict[str, Any]) -> Outcome:
+    spec = EpisodeSpec(Task(**record["task"]), record["uid"], record["group_id"])
+    if "failed" in record:
+        return FailedEpisode(spec, **record["failed"])
+    spans = [(turn.pop("log_probs", []), turn.pop("versions", [])) for turn in record["turns"]]
+    turns = tuple(Turn(**turn) for turn in record["turns"])
+    segments = tuple(_segment(i, ids, turns, spans) for i, ids in enumerate(record["segments"]))
+    score = record["score"]
+    if score is not None:
+        per_turn = score["turn_scores"]
+        per_turn = None if per_turn is None else tuple(per_turn)
+        score = Score(score["total"], score["components"], per_turn)
+    return Trajectory(
+        spec=spec,
+        opening=tuple(Message(role, content) for role, content in record["opening"]),
+        turns=turns,
+        segments=segments,
+        score=score,
+        **{name: record[name] for name in _SCALARS},
+    )
+
+
+def _segment(
+    index: int,
+    ids: list[int],
+    turns: Sequence[Turn],
+    spans: Sequence[tuple[list[float], list[int]]],
+) -> Segment:
+    log_probs = np.zeros(len(ids), np.float32)
+    versions, turn_ids = np.full((2, len(ids)), -1, np.int32)
+    for number, (turn, (probs, made_by)) in enumerate(zip(turns, spans, strict=True)):
+        if turn.segment == index:
+            span = slice(turn.start, turn.stop)
+            log_probs[span], versions[span], turn_ids[span] = probs, made_by, number
+    return Segment(np.array(ids, np.int32), turn_ids >= 0, log_probs, versions, turn_ids)
