@@ -7,6 +7,7 @@ memory.
 
 import importlib
 import importlib.util
+import logging
 import os
 import shutil
 import threading
@@ -66,6 +67,8 @@ def launch() -> Any:
     from scienceworld import ScienceWorldEnv
 
     os.environ.setdefault("JAVA_TOOL_OPTIONS", JAVA_OPTIONS)
+    # py4j logs a traceback for every call to a process that died; we tell it in one line instead.
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)
     return ScienceWorldEnv()
 
 

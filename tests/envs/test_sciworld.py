@@ -1,0 +1,215 @@
+"""sciworld: AgentGym's items and fields on real simulators, and the pool that bounds them."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from env_servers import Client
+
+from envs.game import GameError
+from envs.sciworld import SPEC
+from envs.sciworld.game import SciWorld
+from envs.sciworld.simulators import SETTING, SimulatorPool, launch, limit, missing
+from envs.sciworld.tasks import ITEMS, TASKS, pair
+from envs.traces import play
+
+TRANSCRIPT = Path(__file__).parents[1] / "agentgym" / "transcripts" / "sciworld.jsonl"
+needs_java = [
+    pytest.mark.java,
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+]
+
+
+class Idle:
+    """Stands for a simulator where only the pool's book-keeping is under test."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_items_count_through_the_variations_as_agentgym_does() -> None:
+    assert ITEMS == 4639
+    assert [(pair(n)[0].name, pair(n)[1]) for n in (0, 29, 30, 120, 4638)] == [
+        ("boil", 0),
+        ("boil", 29),
+        ("melt", 0),
+        ("use-thermometer", 0),
+        ("identify-life-stages-2", 9),
+    ]
+    for item in (-1, 4639, 10**30):
+        with pytest.raises(GameError, match="does not exist"):
+            pair(item)
+
+
+def test_splits_are_disjoint() -> None:
+    train, test = set(SPEC.items("train")), set(SPEC.items("test"))
+    assert train and test and not train & test and max(train | test) < ITEMS
+
+
+def test_the_pool_reuses_refuses_and_replaces() -> None:
+    made: list[Idle] = []
+
+    def make() -> Idle:
+        made.append(Idle())
+        return made[-1]
+
+    pool = SimulatorPool(2, make)
+    one, two = pool.lease(), pool.lease()
+    assert one is not two
+    with pytest.raises(GameError, match=f"All 2 simulators are in use.*{SETTING}"):
+        pool.lease()
+    pool.give_back(one)
+    assert pool.lease() is one and len(made) == 2
+    pool.discard(two)
+    assert two.closed and pool.lease() is made[2]
+
+
+def test_a_launch_that_fails_gives_its_place_back() -> None:
+    def fail() -> Any:
+        raise OSError("no java")
+
+    pool = SimulatorPool(1, fail)
+    for _ in range(3):
+        with pytest.raises(OSError, match="no java"):
+            pool.lease()
+
+
+def test_what_is_missing_is_said_in_one_line_that_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    said = missing()
+    assert said is not None and "\n" not in said
+    assert "sciworld" in said and ("Java" in said or "pip install" in said)
+
+
+def test_a_bad_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTING, "three")
+    said = missing()
+    assert said is not None and SETTING in said and "'three'" in said
+    monkeypatch.setenv(SETTING, "3")
+    assert limit() == 3
+
+
+@pytest.fixture(scope="module")
+def game() -> Iterator[SciWorld]:
+    """One session for all tests that need no more: a simulator takes seconds to start."""
+    session = SciWorld()
+    yield session
+    session.close()
+
+
+@pytest.mark.usefixtures("game")
+class TestWithJava:
+    """What only a real simulator can show."""
+
+    pytestmark = needs_java
+
+    def test_the_written_counts_and_splits_are_the_simulators(self, game: SciWorld) -> None:
+        game.reset(0)
+        for task in TASKS[::8]:
+            game.reset(next(n for n in range(ITEMS) if pair(n) == (task, 0)))
+            counted = game.query(
+                lambda simulator, name=task.name: (
+                    simulator.get_max_variations(name),
+                    list(simulator.get_variations_train()),
+                    list(simulator.get_variations_test()),
+                )
+            )
+            assert counted == (
+                task.variations,
+                list(range(task.train_end)),
+                list(range(task.test_start, task.variations)),
+            )
+
+    def test_a_wrong_focus_ends_the_episode_with_a_negative_score(self, game: SciWorld) -> None:
+        game.reset(0)
+        step = game.step("focus on picture")
+        assert step.done and step.info["score"] < 0 and step.reward == step.info["score"]
+        with pytest.raises(GameError):
+            game.step("look around")
+
+    def test_more_than_100_moves_end_the_episode(self, game: SciWorld) -> None:
+        game.reset(0)
+        doors = ["open door to kitchen", "close door to kitchen"] * 51
+        game.step("look around")  # looking is no move
+        steps = [game.step(action) for action in doors[:101]]
+        assert [step.done for step in steps] == [False] * 100 + [True]
+
+    def test_a_step_costs_about_what_the_simulator_costs(self, game: SciWorld) -> None:
+        game.reset(0)
+        for _ in range(30):
+            game.step("look around")
+        game.reset(0)
+        server = game._simulator.server
+        ours, own = [], []
+        for _ in range(30):
+            start = time.perf_counter()
+            game.step("look around")
+            middle = time.perf_counter()
+            server.step("look around")
+            ours.append(middle - start)
+            own.append(time.perf_counter() - middle)
+        assert sorted(ours)[15] < 2 * sorted(own)[15]
+
+    def test_the_oracle_reaches_the_full_score(self) -> None:
+        for item in SPEC.items("test")[400::500]:
+            assert play(SPEC, item)[1]
+
+    def test_a_killed_simulator_is_replaced_at_the_next_reset(self) -> None:
+        pool = SimulatorPool(1, launch)
+        session = SciWorld(pool)
+        first = session.reset(0)
+        os.kill(session._simulator._gateway.java_process.pid, signal.SIGKILL)
+        session._simulator._gateway.java_process.wait(timeout=30)
+        with pytest.raises(GameError, match="died"):
+            session.step("look around")
+        assert session.reset(0) == first
+        session._simulator.close()
+
+    def test_the_server_answers_the_recorded_exchange(
+        self, served: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(SETTING, "1")
+        client = Client(served("sciworld"))
+        session = -1
+        for line in TRANSCRIPT.read_text(encoding="utf-8").splitlines():
+            exchange = json.loads(line)
+            method, path, body = (exchange["request"][key] for key in ("method", "path", "body"))
+            if path == "/detail?id=0":
+                continue  # compared below: its observation is the newest one
+            if body is not None:
+                body = {**body, "id": session}
+            path = path.replace("?id=0", f"?id={session}")
+            status, answer = client.get(path) if method == "GET" else client.post(path, body)
+            assert status == exchange["status"]
+            if path == "/create":
+                session = answer["id"]
+                continue
+            expected = json.loads(exchange["response_text"])
+            if body is not None and body.get("action") == "task":
+                answer["observation"] = answer["observation"].replace("Description", "description")
+            assert answer == expected, exchange
+        assert set(client.get(f"/detail?id={session}")[1]) == {
+            "task_name",
+            "var_num",
+            "task_description",
+            "observation",
+            "reward",
+            "score",
+            "done",
+            "deleted",
+        }
+        assert "open art studio door" in client.get(f"/valid_actions?id={session}")[1]
+        assert "inventory" in client.get(f"/state?id={session}")[1]
+        assert set(client.get(f"/object_tree?id={session}")[1]) == {"object_tree"}
+        assert "error" in client.ok("/create")  # the only simulator is in use
+        assert client.ok("/close", {"id": session}) is True
+        assert "error" not in client.ok("/create")
