@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -143,25 +142,24 @@ class TestWithJava:
         steps = [game.step(action) for action in doors[:101]]
         assert [step.done for step in steps] == [False] * 100 + [True]
 
-    def test_a_step_costs_about_what_the_simulator_costs(self, game: SciWorld) -> None:
+    def test_a_step_never_asks_for_the_list_of_valid_actions(self, game: SciWorld) -> None:
         game.reset(0)
-        for _ in range(30):
-            game.step("look around")
-        game.reset(0)
-        server = game._simulator.server
-        ours, own = [], []
-        for _ in range(30):
-            start = time.perf_counter()
-            game.step("look around")
-            middle = time.perf_counter()
-            server.step("look around")
-            ours.append(middle - start)
-            own.append(time.perf_counter() - middle)
-        assert sorted(ours)[15] < 2 * sorted(own)[15]
+        simulator = game._simulator
+        server, calls = simulator.server, []
+
+        class Listening:
+            def __getattr__(self, name: str) -> Any:
+                calls.append(name)
+                return getattr(server, name)
+
+        simulator.server = Listening()
+        game.step("open door to kitchen")
+        simulator.server = server
+        assert calls == ["step", "getScore", "getCompleted", "getNumMoves"]
 
     def test_the_oracle_reaches_the_full_score(self) -> None:
-        for item in SPEC.items("test")[400::500]:
-            assert play(SPEC, item)[1]
+        for item in (1431, 4347):
+            assert item in SPEC.items("test") and play(SPEC, item)[1]
 
     def test_a_killed_simulator_is_replaced_at_the_next_reset(self) -> None:
         pool = SimulatorPool(1, launch)
