@@ -85,7 +85,8 @@ def read_conversations(
     for index, path in enumerate(data.train_files):
         tasks = without(read_tasks(path, needs="conversation"), held_out)
         weight = data.train_weights[index] if data.train_weights else float(max(1, len(tasks)))
-        sources.append((f"{index}:{path}", tasks, weight))
+        # Not the folder: the order of the data must not depend on where it lies.
+        sources.append((f"{index}:{Path(path).name}", tasks, weight))
     for task in (t for tasks in (*(s[1] for s in sources), held_out) for t in tasks):
         if not any(m.train for m in task.messages):
             raise ConversationError(f"{task.item_id} has no assistant turn to train on")
@@ -127,13 +128,12 @@ def run(config: SftConfig, operative_config: str) -> dict[str, float]:
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_rows(data.rows, mesh)
     sources, held_out = read_conversations(data)
+    source = policy_source.from_path(Path(config.model.path)) if config.model.path else None
     directory = RunDirectory(sft.run_dir, operative_config)
-    if config.scratch is not None:
+    if source is None:
+        assert config.scratch is not None
         texts = (m.content for _, tasks, _ in sources for t in tasks for m in t.messages)
         source = policy_source.from_scratch(config.scratch, texts, sft.seed, directory.model)
-    else:
-        assert config.model.path is not None
-        source = policy_source.from_path(Path(config.model.path))
     source = source.keep_card(directory.model)
 
     compute = make_compute(config.compute, mesh)

@@ -1,0 +1,103 @@
+"""The accelerators' kernels, in interpret mode, against plain attention, on unequal segments."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from manus_jax.learner.mesh import make_mesh
+from manus_jax.models.attention import AttentionKernel, attention, pick_implementation
+
+
+def inputs(rows=1, length=256, heads=2, kv_heads=1, dim=64, seed=0):
+    rng = np.random.default_rng(seed)
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(rows, length, h, dim)), jnp.float32)
+        for h in (heads, kv_heads, kv_heads)
+    )
+    cuts = np.array([100, 230])
+    segments = np.searchsorted(cuts, np.arange(length), side="right") + 1
+    segments[250:] = 0
+    return q, k, v, jnp.asarray(np.broadcast_to(segments, (rows, length)), jnp.int32)
+
+
+def naive(q, k, v, segments):
+    """One softmax over all keys, no blocks."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    length = q.shape[1]
+    mask = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((length, length)) > 0)
+    weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def output_and_gradient(kernel, args):
+    q, k, v, segments = args
+    real = (segments > 0)[..., None, None]
+
+    def loss(q, k, v):
+        out = jnp.where(real, attention(q, k, v, segments, kernel), 0.0)
+        return jnp.sum(jnp.sin(out)), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+    return out, grads
+
+
+def test_blocks_of_queries_equal_one_softmax():
+    q, k, v, segments = inputs(rows=2, heads=4, kv_heads=2)
+    for length in (256, 200):
+        part = [x[:, :length] for x in (q, k, v, segments)]
+        chex.assert_trees_all_close(
+            attention(*part, AttentionKernel()), naive(*part), atol=1e-5, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("name", ["splash", "triton"])
+def test_kernels_equal_plain_attention_forward_and_backward(name):
+    args = inputs()
+    expected = output_and_gradient(AttentionKernel(), args)
+    kernel = AttentionKernel(name, interpret=True)
+    chex.assert_trees_all_close(output_and_gradient(kernel, args), expected, atol=2e-4, rtol=2e-4)
+
+
+def test_the_splash_kernel_runs_sharded_over_rows_and_heads():
+    mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
+    q, k, v, segments = inputs(rows=2, heads=4, kv_heads=2)
+    out = jax.jit(lambda *x: attention(*x, AttentionKernel("splash", mesh, interpret=True)))(
+        q, k, v, segments
+    )
+    plain = attention(q, k, v, segments, AttentionKernel())
+    real = (segments > 0)[..., None, None]
+    chex.assert_trees_all_close(
+        jnp.where(real, out, 0), jnp.where(real, plain, 0), atol=2e-4, rtol=2e-4
+    )
+
+
+def test_the_platform_decides_in_one_place():
+    assert [pick_implementation(p) for p in ("cpu", "tpu", "cuda", "gpu")] == [
+        "plain",
+        "splash",
+        "triton",
+        "triton",
+    ]
+
+
+def test_the_whole_step_lowers_for_tpu_and_cuda_with_their_kernels():
+    from manus_jax.learner import objectives
+    from manus_jax.models.architecture import Architecture
+    from manus_jax.models.transformer import Compute, Transformer, abstract_model
+
+    arch = Architecture("qwen2", 256, 256, 256, 2, 2, 1, 128, qkv_bias=True)
+    rows = jax.ShapeDtypeStruct((1, 256), jnp.int32)
+    floats = jax.ShapeDtypeStruct((1, 256), jnp.float32)
+    mask = jax.ShapeDtypeStruct((1, 256), jnp.bool_)
+    batch = {n: rows for n in ("input_ids", "segment_ids", "positions")}
+    batch |= {"loss_mask": mask, "loss_weights": floats}
+    for platform, marker in {"tpu": "tpu_custom_call", "cuda": "xla.gpu.triton"}.items():
+        compute = Compute("bfloat16", "full", AttentionKernel(pick_implementation(platform)))
+        graphdef, params = abstract_model(Transformer, arch, compute)
+        step = jax.jit(jax.grad(objectives.supervised(graphdef), has_aux=True))
+        text = step.trace(params, batch).lower(lowering_platforms=(platform,)).as_text()
+        assert marker in text, platform
