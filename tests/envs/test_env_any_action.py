@@ -1,4 +1,4 @@
-"""Whatever is sent to babyai, sqlgym, webshop or weather gets an answer: no text is an exception."""
+"""Whatever is sent to babyai, sqlgym, webshop or weather is answered: no text is an exception."""
 
 import pytest
 from hypothesis import given, settings
