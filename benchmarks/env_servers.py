@@ -2,13 +2,13 @@
 
     python benchmarks/env_servers.py --envs textcraft babyai maze wordle --seconds 10
 
-Each environment is served by one real process (`python -m envs.serve`). 32 clients, in two
-processes so that they are not the bottleneck, replay the moves of oracle episodes, recorded
-beforehand, as fast as they are answered: steps and the resets between them, over one kept
-connection each. The reference is what AgentGym's own servers were measured to answer at 32 threads
-(textcraft 778 and babyai 140 steps/s); for the others there is no such figure. Memory is the growth
-of the server's resident set while sessions are created and reset. The last line printed is one JSON
-object.
+Each environment is served by one real process (`python -m envs.serve`). 32 clients (fewer where a
+server allows fewer sessions), in two processes so that they are not the bottleneck, replay the
+moves of oracle episodes, recorded beforehand, as fast as they are answered: steps and the resets
+between them, over one kept connection each. The reference is what AgentGym's own servers were
+measured to answer at 32 threads (textcraft 778 and babyai 140 steps/s); for the others there is no
+such figure. Memory is the growth of the server's resident set while sessions are created and reset.
+The last line printed is one JSON object.
 """
 
 import argparse
@@ -17,11 +17,11 @@ import json
 import multiprocessing
 import os
 import platform
-import threading
 import time
-from multiprocessing.synchronize import Event
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
-from typing import Any
 
 from envs.registry import ENVIRONMENTS as EMBEDDED
 from envs.registry import load
@@ -60,21 +60,24 @@ def recorded_episodes(name: str) -> list[Script]:
     return scripts
 
 
-def play(
-    name: str, url: str, scripts: list[Script], first: int, ending: Event, latencies: list[float]
-) -> None:
-    """One client: plays the episodes in turn until the end; notes how long each step took."""
+def play(name: str, url: str, scripts: Iterable[Script], ending: Event) -> list[float]:
+    """One client: plays the episodes in turn until the end; how long each step took."""
+    latencies = []
     session = Session(environment(name), url)
     session.create()
-    for item, moves in itertools.islice(itertools.cycle(scripts), first, None):
+    for item, moves in scripts:
         session.reset(item)
         for move in moves:
             start = time.perf_counter()
-            session.step(move)
+            result = session.step(move)
             latencies.append(time.perf_counter() - start)
             if ending.is_set():
                 session.close()
-                return
+                return latencies
+            if result.done:  # ScienceWorld does not always take as many steps
+                break
+    session.close()
+    return latencies
 
 
 def client_process(
@@ -82,29 +85,38 @@ def client_process(
     url: str,
     scripts: list[Script],
     clients: int,
-    begun: Any,
+    begun: Barrier,
     ending: Event,
-    results: "multiprocessing.Queue[list[float]]",
+    results: "multiprocessing.Queue[list[float] | str]",
 ) -> None:
-    latencies: list[list[float]] = [[] for _ in range(clients)]
-    threads = [
-        threading.Thread(target=play, args=(name, url, scripts, index, ending, latencies[index]))
-        for index in range(clients)
-    ]
+    """Several clients at once; their latencies, or what went wrong."""
     begun.wait()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    results.put(list(itertools.chain.from_iterable(latencies)))
+    with ThreadPoolExecutor(clients) as threads:
+        futures = [
+            threads.submit(
+                play,
+                name,
+                url,
+                # Each begins with another episode.
+                itertools.islice(itertools.cycle(scripts), index, None),
+                ending,
+            )
+            for index in range(clients)
+        ]
+        try:
+            results.put([seconds for future in futures for seconds in future.result()])
+        except EnvironmentFailure as failure:
+            ending.set()
+            results.put(str(failure))
 
 
 def measure_speed(name: str, url: str, seconds: float) -> dict[str, float]:
     scripts = recorded_episodes(name)
     context = multiprocessing.get_context("spawn")
     begun, ending = context.Barrier(CLIENT_PROCESSES + 1), context.Event()
-    results: multiprocessing.Queue[list[float]] = context.Queue()
-    share = CLIENTS // CLIENT_PROCESSES
+    play(name, url, scripts, ending)  # whatever the server loads at first use is loaded now
+    results: multiprocessing.Queue[list[float] | str] = context.Queue()
+    share = max(1, min(CLIENTS, load(name).max_sessions) // CLIENT_PROCESSES)
     workers = [
         context.Process(
             target=client_process, args=(name, url, scripts, share, begun, ending, results)
@@ -115,16 +127,23 @@ def measure_speed(name: str, url: str, seconds: float) -> dict[str, float]:
         worker.start()
     begun.wait()
     start = time.perf_counter()
-    time.sleep(seconds)
+    ending.wait(seconds)
     elapsed = time.perf_counter() - start
     ending.set()
-    taken = sorted(itertools.chain.from_iterable(results.get() for _ in workers))
+    taken: list[float] = []
+    for _ in workers:
+        result = results.get()
+        if isinstance(result, str):
+            raise SystemExit(result)
+        taken += result
     for worker in workers:
         worker.join()
+    taken.sort()
     return {
         "steps_per_second": round(len(taken) / elapsed, 1),
         "step_ms_median": round(1000 * taken[len(taken) // 2], 2),
         "step_ms_p99": round(1000 * taken[len(taken) * 99 // 100], 2),
+        "clients": share * CLIENT_PROCESSES,
     }
 
 
@@ -198,7 +217,6 @@ def main() -> None:
         "compared": "python -m envs.serve against AgentGym's own servers, 32 clients",
         "environments": rows,
         "speedup": {name: row["speedup"] for name, row in rows.items() if "speedup" in row},
-        "clients": CLIENTS,
         "machine": {
             "cpus": os.cpu_count(),
             "platform": platform.platform(),
