@@ -115,18 +115,18 @@ def _shaped(action: str, style: ActionStyle) -> str:
     if style == "plain_line":
         action = re.sub(r"[^A-Za-z0-9, ]", "", " ".join(action.split()))
     elif style == "sql_block":
-        action = _unfenced(action.strip())
+        action = _unfenced(action)
     return action.strip()
 
 
 def _unfenced(text: str) -> str:
-    """The content of a fenced block, where the text is one; else the text."""
-    if not text.startswith("```"):
-        return text
-    first, _, rest = text.partition("\n")
-    if "```" in first[3:]:
-        return first[3:].partition("```")[0]
-    return rest.partition("```")[0]
+    """The content of a fenced block, where the text is one; else the text. Stripped."""
+    text = text.strip()
+    if text.startswith("```"):
+        first, _, rest = text.partition("\n")
+        inside = first[3:] if "```" in first[3:] else rest
+        text = inside.partition("```")[0].strip()
+    return text
 
 
 _ACTION_LINE = re.compile(r"^[ \t]*Action:", re.MULTILINE)
@@ -143,7 +143,7 @@ def _find_react(text: str) -> str:
         )
     rest = text[marks[0].end() :]
     end = _NEXT_PART.search(rest)
-    return _unfenced(rest[: end.start() if end else None].strip()).strip().partition("\n")[0]
+    return _unfenced(rest[: end.start() if end else None]).partition("\n")[0]
 
 
 register_format(
@@ -201,7 +201,7 @@ def _tag_format(tag: str) -> ActionFormat:
         f"{opening} and {closing}. Every answer has this form:\n\n"
         f"<think>why you do what you do next</think>\n{opening}the action{closing}",
         opening,
-        lambda thought, action: f"<think>{thought}</think>\n{opening}{action}{closing}",
+        lambda thought, action: f"<think>{thought}</think>\n{opening}{_unfenced(action)}{closing}",
         find,
     )
 
@@ -242,7 +242,8 @@ def _find_function_call(text: str) -> str:
 
 
 def _render_function_call(thought: str, action: str) -> str:
-    call = {"thought": thought, "function_name": "act", "arguments": {"action": action}}
+    arguments = {"action": _unfenced(action)}
+    call = {"thought": thought, "function_name": "act", "arguments": arguments}
     return json.dumps(call, ensure_ascii=False)
 
 
@@ -292,7 +293,8 @@ def _is_one_expression(statements: list[ast.stmt]) -> bool:
 
 def _render_code(thought: str, action: str) -> str:
     comment = "\n".join(f"# {line}" for line in thought.splitlines())
-    return f"```python\n{comment}\nact({json.dumps(action, ensure_ascii=False)})\n```"
+    action = json.dumps(_unfenced(action), ensure_ascii=False)
+    return f"```python\n{comment}\nact({action})\n```"
 
 
 register_format(

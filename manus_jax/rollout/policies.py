@@ -108,11 +108,19 @@ Choices = Callable[[Sequence[str]], Sequence[str]]
 
 
 def _shown(env: str) -> Choices:
-    """The actions of the environment's instruction that have nothing left to fill in."""
-    prompt = PROMPTS[env]
+    """What the environment's instruction shows that has nothing left to fill in."""
+    prompt, style = PROMPTS[env], environment(env).action
+    shown = [example.action for example in prompt.examples]
     listed = [part.strip() for line in prompt.actions for part in line.partition(":")[0].split(",")]
     plain = [action for action in listed if not re.search(r"[\[\](<]|\bor\b", action)]
-    actions = [*plain, *(example.action for example in prompt.examples)]
+    if style == "tool_call":
+        tools = [tool for line in prompt.actions for tool in re.findall(r"(\w+)\(\)", line)]
+        shown += [f"{tool} with Action Input: {{}}" for tool in tools]
+    elif style == "fenced":
+        shown += [f"```{action}```" for action in plain]
+    elif style in ("line", "plain_line"):
+        shown += plain
+    actions = list(dict.fromkeys(shown))
     return lambda observations: actions
 
 
@@ -125,6 +133,13 @@ def _textcraft(observations: Sequence[str]) -> Sequence[str]:
 def _wordle(observations: Sequence[str]) -> Sequence[str]:
     words = re.findall(r"\b[a-z]{5}\b", observations[0].partition("one of:")[2])
     return [" ".join(word) for word in words or ("slate", "crony", "pudgy", "bight", "flame")]
+
+
+def _webshop(observations: Sequence[str]) -> Sequence[str]:
+    parts = [part.strip() for part in observations[-1].split("[SEP]")]
+    if "Search" in parts:
+        return [f"search[{max(parts, key=len)}]"]
+    return [f"click[{part.lower()}]" for part in parts if part] or ["click[back to search]"]
 
 
 def _listed_actions(observations: Sequence[str]) -> Sequence[str]:
@@ -141,4 +156,5 @@ CHOICES: dict[str, Choices] = {
     "wordle": _wordle,
     "babyai": _listed_actions,
     "alfworld": _listed_actions,
+    "webshop": _webshop,
 }

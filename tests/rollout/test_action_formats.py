@@ -1,0 +1,288 @@
+"""What a format asks for is what it reads; what it cannot read is told, never sent as nothing."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manus_jax.agentgym.prompts import PROMPTS
+from manus_jax.agentgym.table import ENVIRONMENTS, environment
+from manus_jax.rollout import actions
+from manus_jax.rollout.actions import FORMATS, ActionFormat, format_for, register_format
+from manus_jax.rollout.runner import STACK_BYTES
+
+FITTING = [
+    (env, action_format.name)
+    for env, row in ENVIRONMENTS.items()
+    for action_format in FORMATS.values()
+    if row.action in action_format.styles
+]
+PARSED = ("react", "act", "action", "response", "function_call", "code_as_action")
+
+
+@pytest.mark.parametrize(("env", "name"), FITTING)
+def test_the_examples_that_a_prompt_shows_are_parsed(env: str, name: str) -> None:
+    row = environment(env)
+    action_format = format_for(row, name)
+    for example in PROMPTS[env].examples:
+        turn = action_format.render(example.thought, example.action)
+        wanted = turn.strip() if row.sends_text else example.action
+        if row.action == "sql_block":
+            wanted = "SELECT COUNT(*) FROM item"
+        assert action_format.parse(turn, row.action).action == wanted
+
+
+@pytest.mark.parametrize("name", PARSED)
+def test_the_form_in_the_instruction_is_parsed(name: str) -> None:
+    _, _, form = re.split(r"(form[^\n]*:\n\n)", FORMATS[name].instruction, maxsplit=1)
+    assert FORMATS[name].parse(form, "line").action == "the action"
+
+
+@pytest.mark.parametrize("name", ["react_sql", "tool_call", "search_tags", "fenced"])
+def test_the_form_of_a_style_of_its_own_is_parsed(name: str) -> None:
+    [style] = FORMATS[name].styles
+    assert FORMATS[name].parse(FORMATS[name].instruction, style).valid
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_the_marker_is_in_the_instruction_and_in_no_way_optional(name: str) -> None:
+    assert FORMATS[name].marker in FORMATS[name].instruction
+
+
+LINE = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1).filter(
+    lambda text: not re.search("```|<|Action:|Thought:|Observation:", text)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LINE, LINE, st.sampled_from(PARSED))
+def test_any_rendered_turn_gives_its_action_back(thought: str, action: str, name: str) -> None:
+    assert FORMATS[name].parse(FORMATS[name].render(thought, action), "line").action == action
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(), st.sampled_from(sorted(FORMATS)), st.sampled_from(["line", "plain_line"]))
+def test_any_text_gives_an_action_or_a_reason(text: str, name: str, style) -> None:
+    parsed = FORMATS[name].parse(text, style)
+    assert parsed.valid == bool(parsed.action) != bool(parsed.error)
+    assert parsed.valid or parsed.error.startswith("Invalid action: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("Thought:\nup it is\n\nAction:\nmove up", "move up"),
+        ("Thought: I go. Action: move up", "move up"),
+        ("Action: move up\n\nObservation: You moved.\nThought: good", "move up"),
+        ("  Action:\n\n\n   move up  \nand so on", "move up"),
+        ("Action:\n```\nmove up\n```", "move up"),
+        ("The Action: line below counts.\nAction: move up", "move up"),
+        ("move up", None),
+        ("Action:", None),
+        ("Action:   \n \n", None),
+        ("Action: move up\nAction: move up", None),
+        ("Action: move up\n\nObservation: wall\n\nThought: then\n\nAction: move left", None),
+        ("ReAction: move up", None),
+        ("", None),
+    ],
+)
+def test_react(text: str, action: str | None) -> None:
+    assert FORMATS["react"].parse(text, "line").action == action
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("<think>up</think>\n<act>move up</act>", "move up"),
+        ("<act> move up\n</act> done", "move up"),
+        ("<think>I write <act>x</act> or <act>y</act></think><act>move up</act>", "move up"),
+        ("<act>move up", None),
+        ("move up</act>", None),
+        ("</act>move up<act>", None),
+        ("<act></act>", None),
+        ("<act>  </act>", None),
+        ("<act>move up</act><act>move left</act>", None),
+        ("<act><act>move up</act></act>", None),
+        ("<action>move up</action>", None),
+        ("<response>move up</response>", None),
+        ("Action: move up", None),
+    ],
+)
+def test_tags(text: str, action: str | None) -> None:
+    assert FORMATS["act"].parse(text, "line").action == action
+
+
+def call(**fields: object) -> str:
+    whole = {"thought": "up", "function_name": "act", "arguments": {"action": "move up"}}
+    return json.dumps(whole | fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        (call(), "move up"),
+        (f"Sure:\n```json\n{call()}\n```", "move up"),
+        (call(thought="brackets ([{ in a thought"), "move up"),
+        (call(function_name="move"), None),
+        (call(arguments="move up"), None),
+        (call(arguments={"direction": "up"}), None),
+        (call(arguments={"action": 3}), None),
+        (call() + call(), None),
+        ("{'thought': 'single quotes'}", None),
+        ("[1, 2]", None),
+        ('{"a": ' * 900 + "1" + "}" * 900, None),
+        ('{"arguments": ' + "9" * 5000 + "}", None),
+        ("no JSON", None),
+        ("} {", None),
+    ],
+)
+def test_function_call(text: str, action: str | None) -> None:
+    assert FORMATS["function_call"].parse(text, "line").action == action
+
+
+def block(code: str) -> str:
+    return f"Here it is:\n```python\n{code}\n```"
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        (block("# up\nact('move up')"), "move up"),
+        (block("act(action='move up')"), "move up"),
+        (block('act("move" " up")'), "move up"),
+        (block("act('it''s')\n# done"), "its"),
+        (block("print('x')"), None),
+        (block("act('a'); act('b')"), None),
+        (block("act(open('/etc/passwd').read())"), None),
+        (block("act(f'{1 + 1}')"), None),
+        (block("act(3)"), None),
+        (block("act()"), None),
+        (block("act('a', 'b')"), None),
+        (block("act(*['a'])"), None),
+        (block("act(**{'action': 'a'})"), None),
+        (block("act(action='a', to='b')"), None),
+        (block("x = act('a')"), None),
+        (block("import os"), None),
+        (block("act('a'"), None),
+        (block("# only a thought"), None),
+        (block("act('a')\0"), None),
+        (block("act('a')") + block("act('b')"), None),
+        ("act('move up')", None),
+    ],
+)
+def test_code_as_action_is_read_and_never_run(text: str, action: str | None) -> None:
+    assert FORMATS["code_as_action"].parse(text, "line").action == action
+
+
+def test_a_plain_line_keeps_nothing_but_letters_digits_commas_and_spaces() -> None:
+    text = "Action: craft 4 oak_planks, using (1) 'oak logs'!"
+    assert (
+        FORMATS["react"].parse(text, "plain_line").action == "craft 4 oakplanks, using 1 oak logs"
+    )
+    assert not FORMATS["react"].parse("Action: ?!", "plain_line").valid
+    tagged = "<act>\nget 1\n oak logs</act>"
+    assert FORMATS["act"].parse(tagged, "plain_line").action == "get 1 oak logs"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("react_sql", "Thought: x\n\nAction:\n```sql\nSELECT 1\n```"),
+        ("react_sql", "```sql SELECT 2``` no: ```sql\nSELECT 1"),
+        ("act", "<act>SELECT 1</act>"),
+        ("act", "<act>```sql\nSELECT 1\n```</act>"),
+        ("code_as_action", block('act("SELECT 1")')),
+    ],
+)
+def test_sql_comes_without_its_fence(name: str, text: str) -> None:
+    assert FORMATS[name].parse(text, "sql_block").action == "SELECT 1"
+
+
+def test_half_a_character_in_an_escape_does_not_get_through() -> None:
+    text = '{"function_name": "act", "arguments": {"action": "x\\ud800y"}}'
+    parsed = FORMATS["function_call"].parse(text, "line")
+    assert parsed.action == "x?y"
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize(
+    "unit",
+    ["Action:", "<act>", "</act>", "<think>", "{", "[", "```python\n", "```", " ", "\n", "a", '{"'],
+)
+def test_huge_texts_are_read_in_one_pass(name: str, unit: str) -> None:
+    style = next(iter(FORMATS[name].styles))
+    FORMATS[name].parse(unit * (400_000 // len(unit)), style)
+
+
+def test_nested_code_and_json_do_not_overflow_the_small_stack_of_an_episode() -> None:
+    script = f"""
+import threading
+from manus_jax.rollout.actions import FORMATS
+units = ("(", "[", "-", "not ", "lambda:", "1**", "1 if 1 else ", "a.", "a(", "1+", "await ", "{{")
+def read():
+    for unit in units:
+        for size in (100, 1000, 3900 // len(unit), 100_000):
+            for end in ("1", "1" + ")" * size, ""):
+                code = "```python\\nact(" + unit * size + end + "\\n```"
+                assert not FORMATS["code_as_action"].parse(code, "line").valid
+    for opening in ("[", '{{"a":', "(" ):
+        for size in (100, 1000, 100_000):
+            FORMATS["function_call"].parse('{{"a":' + opening * size + "}}", "line")
+    print("read")
+threading.stack_size({STACK_BYTES})
+thread = threading.Thread(target=read)
+thread.start()
+thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "read"), done.stderr
+
+
+def test_auto_is_the_environments_own_form() -> None:
+    chosen = {env: format_for(row).name for env, row in ENVIRONMENTS.items()}
+    assert chosen["textcraft"] == chosen["maze"] == "react"
+    assert chosen["sqlgym"] == "react_sql"
+    assert chosen["weather"] == "tool_call"
+    assert chosen["searchqa"] == "search_tags"
+    assert chosen["webarena"] == "fenced"
+
+
+def test_raw_sends_everything_and_asks_for_what_the_server_reads() -> None:
+    raw = format_for(environment("weather"), "raw")
+    assert raw.parse("whatever", "tool_call").action == "whatever"
+    assert raw.instruction == FORMATS["tool_call"].instruction
+    assert format_for(environment("maze"), "raw").parse(" move up\n", "line").action == "move up"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tool_call", "Action: get_weather"),
+        ("search_tags", "<search>no end"),
+        ("search_tags", "</search><search>"),
+        ("fenced", "```click [3]"),
+    ],
+)
+def test_text_that_a_server_could_not_read_is_not_sent(name: str, text: str) -> None:
+    [style] = FORMATS[name].styles
+    assert not FORMATS[name].parse(text, style).valid
+
+
+def test_unknown_and_unfitting_formats_say_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"unknown action format 'xml'; there are auto, react, "):
+        format_for(environment("maze"), "xml")
+    with pytest.raises(ValueError, match=r"'act' does not fit weather.*write auto or one of tool_"):
+        format_for(environment("weather"), "act")
+
+
+def test_a_new_format_is_one_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actions, "FORMATS", dict(FORMATS))
+    loud = ActionFormat("loud", "Shout.", "!", lambda _, action: action.upper(), str.lower)
+    register_format(loud)
+    assert format_for(environment("maze"), "loud") is loud
+    with pytest.raises(ValueError, match="there is an action format 'loud' already"):
+        register_format(loud)

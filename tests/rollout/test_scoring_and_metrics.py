@@ -1,0 +1,102 @@
+"""Reward functions on episodes, and the numbers told about a batch."""
+
+import dataclasses
+
+import pytest
+from made_trajectories import forked, made, segment, two_turns
+
+from manus_jax.rewards import RewardError, RewardSettings
+from manus_jax.rollout.metrics import rollout_metrics
+from manus_jax.rollout.scoring import score_episode, score_episodes
+from manus_jax.rollout.trajectory import FailedEpisode, Trajectory
+
+FAILED = FailedEpisode(two_turns("f").spec, "timeout", "no answer", 2)
+
+
+def test_the_environments_reward_as_a_function_changes_nothing() -> None:
+    scored = score_episode(forked(), RewardSettings("env"))
+    assert scored.episode_reward == forked().episode_reward == 0.25
+    assert scored.turn_rewards == forked().turn_rewards == (0.5, 0.0, -0.25)
+
+
+def test_a_function_sees_the_episode_and_its_ground_truth() -> None:
+    scored = score_episode(two_turns(), RewardSettings("action_similarity"))
+    assert scored.episode_reward == 1.0  # both turns move up, the reference once
+    weights = {"weights": {"goal": 1.0, "valid_actions": 0.5}}
+    both = score_episode(two_turns(), RewardSettings("weighted", weights))
+    assert both.episode_reward == 1.5
+    assert both.turn_rewards == (0.25, 0.25)
+
+
+def test_penalties_come_off_any_function() -> None:
+    invalid = made(two_turns().segments, [0.0, 1.0], penalties={0: -0.1})
+    scored = score_episode(invalid, RewardSettings("goal"))
+    assert scored.episode_reward == pytest.approx(0.9)
+    assert scored.turn_rewards == (-0.1, 0.0)
+
+
+def test_a_function_that_raises_names_itself_and_the_episode() -> None:
+    with pytest.raises(RewardError, match="reward function 'f1' failed on episode maze_3#0: Value"):
+        broken = dataclasses.replace(two_turns().spec.task, ground_truth=object())
+        spec = dataclasses.replace(two_turns().spec, task=broken)
+        score_episode(dataclasses.replace(two_turns(), spec=spec), RewardSettings("f1"))
+
+
+def test_an_episode_that_cannot_be_scored_is_dropped_or_raised_as_the_caller_says() -> None:
+    broken = dataclasses.replace(two_turns("b").spec.task, ground_truth=None)
+    spec = dataclasses.replace(two_turns("b").spec, task=broken)
+    outcomes = [two_turns("a"), dataclasses.replace(two_turns("b"), spec=spec), FAILED]
+    settings = RewardSettings("f1")
+    with pytest.raises(RewardError, match="'f1' failed on episode b"):
+        score_episodes(outcomes, settings, "raise")
+    good, bad, failed = score_episodes(outcomes, settings, "drop")
+    assert isinstance(good, Trajectory) and good.score.total == 0.0
+    assert isinstance(bad, FailedEpisode) and bad.kind == "reward"
+    assert "'f1' failed on episode b" in bad.error
+    assert failed is FAILED
+
+
+def test_metrics_by_hand() -> None:
+    invalid = made([segment([(None, 2), (0, 4)])], [0.0], "i", {0: -0.5}, end_reason="max_turns")
+    outcomes = [two_turns(prompts_extended=1), forked(prompts_forked=1), invalid, FAILED]
+    metrics = rollout_metrics(outcomes)
+    wanted = {
+        "rollout/episodes": 3,
+        "rollout/failed": 1,
+        "rollout/failed/timeout": 1,
+        "rollout/retries": 1,
+        "rollout/prompt_extended": 1,
+        "rollout/prompt_forked": 1,
+        "env/number_of_actions/mean": 2,
+        "env/number_of_actions/max": 3,
+        "env/number_of_actions/min": 1,
+        "env/finish_ratio": 2 / 3,
+        "env/number_of_valid_action": 5 / 3,
+        "env/ratio_of_valid_action": 5 / 6,
+        "episode/success_rate": 1 / 3,
+        "episode/env_reward": 1.25 / 3,
+        "episode/reward/mean": 0.75 / 3,
+        "episode/reward/min": -0.5,
+        "response_length/mean": (5 + 8 + 4) / 3,
+        "reward/invalid_action_penalty": -0.5 / 3,
+        "timing_s/generation_per_turn": 0.5,
+        "timing_s/environment_per_turn": 0.25,
+        "episode/ended_by/max_turns": 1 / 3,
+    }
+    assert {key: metrics[key] for key in wanted} == pytest.approx(wanted)
+
+
+def test_the_parts_of_the_reward_are_metrics() -> None:
+    scored = score_episodes([two_turns(), forked()], RewardSettings("agentgym"), "raise")
+    metrics = rollout_metrics(scored)
+    assert metrics["reward/env"] == pytest.approx(0.25 * (1.0 + 0.25) / 2)
+    assert metrics["reward/actions"] == pytest.approx(0.35)
+    assert metrics["reward/format"] == pytest.approx(-0.125)
+    assert "reward/length" in metrics
+
+
+def test_failures_and_episodes_without_turns_divide_by_nothing() -> None:
+    assert rollout_metrics([])["rollout/episodes"] == 0
+    assert rollout_metrics([FAILED])["rollout/failed"] == 1
+    silent = dataclasses.replace(two_turns(), turns=(), segments=(), env_reward=0.0)
+    assert rollout_metrics([silent])["env/ratio_of_valid_action"] == 0.0
