@@ -16,10 +16,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from manus_jax.agentgym.table import environment
 from manus_jax.chat import ChatStream, Message
+from manus_jax.dataset import Task
+from manus_jax.rollout.actions import format_for
 from manus_jax.rollout.engine import Engine, EngineError, Generation, Request, Sampling
 from manus_jax.rollout.player import Answer, NoAnswer, Part
-from manus_jax.rollout.prompts import cut_middle, rejoined
+from manus_jax.rollout.prompts import cut_middle, opening, rejoined
+from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import Segment
 
 if TYPE_CHECKING:
@@ -116,8 +120,12 @@ class EngineAgent:
         self._engine = engine
         self._voice = Voice(tokenizer)
 
-    def check(self, env: str) -> None:
-        """A model plays everything."""
+    def check(self, env: str, settings: RolloutSettings) -> None:
+        """A model plays everything that its chat template can write."""
+        action_format = format_for(environment(env), settings.action_format)
+        first = opening(Task(env, 0, f"{env}_0"), action_format, settings.prompt)
+        self._voice.start(first.messages("An observation."))
+        self._voice.extend((), "An observation.")
 
     def player(self, part: Part) -> "Dialogue":
         return Dialogue(self._engine, self._voice, part)

@@ -67,7 +67,7 @@ class Part:
 class Agent(Protocol):
     """One for all episodes; thread-safe."""
 
-    def check(self, env: str) -> None:
-        """ValueError for an environment that it cannot play."""
+    def check(self, env: str, settings: RolloutSettings) -> None:
+        """ValueError for an environment that it cannot play with these settings."""
 
     def player(self, part: Part) -> Player: ...

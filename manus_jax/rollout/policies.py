@@ -16,6 +16,7 @@ from manus_jax.agentgym.table import environment
 from manus_jax.rollout.actions import ActionFormat
 from manus_jax.rollout.dialogue import turn_seed
 from manus_jax.rollout.player import Answer, NoAnswer, Part
+from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import Segment
 
 Reply = Callable[[Sequence[str]], str | None]
@@ -52,7 +53,7 @@ class TextPlayer:
 class OraclePolicy:
     """Plays what the environment's own oracle would; for the environments of `envs`."""
 
-    def check(self, env: str) -> None:
+    def check(self, env: str, settings: RolloutSettings) -> None:
         if env not in EMBEDDED or load(env).oracle is None:
             raise ValueError(f"{env} has no oracle; those that may have one are {[*EMBEDDED]}")
 
@@ -82,7 +83,7 @@ class RandomPolicy:
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
 
-    def check(self, env: str) -> None:
+    def check(self, env: str, settings: RolloutSettings) -> None:
         """Chance plays everything."""
 
     def player(self, part: Part) -> TextPlayer:

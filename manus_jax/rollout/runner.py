@@ -77,7 +77,7 @@ def check_specs(
             there = ", ".join(pool.environments) or "none"
             raise ValueError(f"environment {env!r} is not open; open are: {there}")
         format_for(row, settings.action_format)
-        agent.check(env)
+        agent.check(env, settings)
 
 
 class _Run:

@@ -49,7 +49,7 @@ def test_the_form_of_a_style_of_its_own_is_parsed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_the_marker_is_in_the_instruction_and_in_no_way_optional(name: str) -> None:
+def test_the_marker_is_shown_by_the_instruction(name: str) -> None:
     assert FORMATS[name].marker in FORMATS[name].instruction
 
 

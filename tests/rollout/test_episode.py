@@ -1,5 +1,6 @@
 """Episodes against real servers: exact tokens, one mask, honest limits and turns."""
 
+import copy
 import hashlib
 from collections.abc import Callable
 
@@ -306,8 +307,6 @@ def test_another_format_is_asked_for_and_read(engine_of: EngineOf, pool: Environ
 def test_a_tokenizer_without_chat_template_is_refused_at_once(
     engine_of: EngineOf, chat_tokenizer
 ) -> None:
-    import copy
-
     bare = copy.deepcopy(chat_tokenizer)
     bare.chat_template = None
     with pytest.raises(ChatTemplateError, match="has no chat template"):

@@ -76,8 +76,8 @@ def test_an_oracle_that_knows_no_way_on_gives_up() -> None:
 
 def test_environments_without_an_oracle_are_refused_with_those_that_have_one() -> None:
     with pytest.raises(ValueError, match=r"webarena has no oracle.*'textcraft'"):
-        OraclePolicy().check("webarena")
-    OraclePolicy().check("maze")
+        OraclePolicy().check("webarena", RolloutSettings())
+    OraclePolicy().check("maze", RolloutSettings())
 
 
 def test_chance_searches_and_clicks_in_a_shop() -> None:

@@ -1,5 +1,6 @@
 """Many episodes at once: in order, apart from each other, bounded, and ended promptly."""
 
+import copy
 import dataclasses
 import os
 import signal
@@ -13,6 +14,7 @@ from scripted_engine import ScriptedEngine, oracle, says, spec_of
 from manus_jax.agentgym.leases import PoolSettings
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.settings import open_environments
+from manus_jax.chat import ChatTemplateError
 from manus_jax.dataset import Task
 from manus_jax.rollout import runner
 from manus_jax.rollout.dialogue import EngineAgent
@@ -248,6 +250,21 @@ def test_episodes_that_do_not_end_are_left_behind_after_a_grace(
     finally:
         release.set()
     assert is_free(narrow_pool)
+
+
+def test_a_template_that_refuses_the_layout_is_refused_before_anything_is_played(
+    engine_of: EngineOf, pool: EnvironmentPool, chat_tokenizer
+) -> None:
+    strict = copy.deepcopy(chat_tokenizer)
+    strict.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        + chat_tokenizer.chat_template
+    )
+    engine = engine_of(says(""))
+    system = RolloutSettings(prompt=PromptSettings(layout="system"))
+    with pytest.raises(ChatTemplateError, match=r"refuses roles \['system', 'user'\]: no system"):
+        run_episodes([spec_of("maze_3")], EngineAgent(engine, strict), pool, system)
+    assert engine.requests == []
 
 
 @pytest.mark.parametrize(
