@@ -157,7 +157,7 @@ def run(config: SftConfig, operative_config: str) -> dict[str, float]:
         mixture.restore(host["mixture"])
     else:
         state = init_state(source.load(param_shardings(shapes, mesh)), optimizer, mesh)
-    directory.forget_metrics_after(start)
+    directory.forget_metrics_after(start or -1)
 
     encode = Encoder(ChatStream(source.tokenizer))
     layout = Layout.for_batch(sft.batch_size, data.rows, data.max_length)
