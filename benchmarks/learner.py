@@ -5,7 +5,7 @@
 The same Qwen3-style model (8 layers, hidden 512, vocabulary 32k, float32), the same RL batch (PPO
 clip, AdamW, clipping), one worker process per side, steps taken in turn. (a) equal lengths 8 x 512,
 every token trained; (b) a ragged multi-turn batch, lengths 64 to 512, a third of the tokens the
-agent's, which torch pads to 512 as OpenManus-RL does. Needs torch beside the project's own packages.
+agent's, which torch pads to 512 as OpenManus-RL does. Needs torch beside the project.
 """
 
 import argparse

@@ -4,7 +4,8 @@ Each class is one group of bindings: `OptimizerSettings.lr` is bound by `optimiz
 A command reads the groups it needs; a binding for any other group is an error.
 """
 
-from typing import Literal
+import dataclasses
+from typing import Any, Literal
 
 from manus_jax.config import ConfigError, settings
 from manus_jax.learner.packing import Overlong
@@ -115,3 +116,48 @@ class SftSettings:
         _require(bool(self.run_dir), "sft.run_dir is not set: where shall the run be written?")
         for name in ("total_steps", "batch_size", "save_freq", "test_freq", "keep_checkpoints"):
             _require(getattr(self, name) > 0, f"sft.{name} = {getattr(self, name)}: at least 1")
+
+
+@settings("env")
+class EnvSettings:
+    """The environments that are played, and where their servers are."""
+
+    names: tuple[str, ...] = ()
+    urls: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Real AgentGym servers, by environment: {"sciworld": ["http://…:36001"]}. An environment
+    that is not here is embedded: its servers are started with the program."""
+    servers_per_env: int = 1
+
+    def __post_init__(self) -> None:
+        _require(bool(self.names), "env.names names no environment, e.g. env.names = ['textcraft']")
+        unused = [name for name in self.urls if name not in self.names]
+        _require(not unused, f"env.urls has {unused}, which env.names does not")
+        _require(self.servers_per_env > 0, "env.servers_per_env: at least 1")
+
+
+@settings("rollout")
+class RolloutGroup:
+    """How episodes are played."""
+
+    max_turns: int = 30
+    max_tokens_per_turn: int = 256
+    max_total_tokens: int = 4096  # of an episode, prompt included
+    max_observation_tokens: int = 1024
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    memory_turns: int | None = None  # turns kept besides the opening; None: all
+    action_format: str = "auto"  # the environment's own, or a name of rollout/actions.py
+    prompt_source: Literal["environment", "dataset"] = "environment"
+    invalid_action_penalty: float = 0.0
+    generation_timeout: float = 600.0
+    max_in_flight: int = 1024
+
+
+@settings("engine")
+class EngineSettings:
+    """The embedded engine."""
+
+    slots: int = 32  # episodes whose keys and values are kept at once
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_steps: int = 8  # tokens per stream between two looks at the queue

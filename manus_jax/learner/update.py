@@ -159,3 +159,26 @@ def make_evaluate(
         in_shardings=(param_shardings(params, mesh), batch_sharding(mesh), replicated(mesh)),
         out_shardings=replicated(mesh),
     )
+
+
+def make_forward(
+    function: Callable[[Params, Batch], jax.Array], mesh: Mesh, params: Params
+) -> Callable[[Params, Batch, Any], jax.Array]:
+    """Compiles `forward(params, batch, used) -> float32 [micro_batches, rows, length]`.
+
+    `function` maps a micro-batch to float32 [rows, length]: log-probs or values.
+    """
+
+    def forward(params: Params, batch: Batch, used: jax.Array) -> jax.Array:
+        def body(index: jax.Array, out: jax.Array) -> jax.Array:
+            rows = function(params, _micro_batch(batch, index))
+            return jax.lax.dynamic_update_index_in_dim(out, rows, index, 0)
+
+        out = jnp.zeros(batch["input_ids"].shape, jnp.float32)
+        return jax.lax.fori_loop(0, used, body, out)
+
+    return jax.jit(
+        forward,
+        in_shardings=(param_shardings(params, mesh), batch_sharding(mesh), replicated(mesh)),
+        out_shardings=batch_sharding(mesh),
+    )
