@@ -82,15 +82,14 @@ class OptimizerSettings:
 class DataSettings:
     """Which tasks or conversations, and how they are put into rows."""
 
-    train_files: tuple[str, ...] = ()
-    val_files: tuple[str, ...] = ()
+    train_files: tuple[str, ...] = ()  # empty: the environments' own training tasks
+    val_files: tuple[str, ...] = ()  # empty: the environments' own test tasks
     train_weights: tuple[float, ...] = ()  # of the train files in the mixture; empty: by size
     max_length: int = 2048  # tokens in a row
     rows: int = 1  # rows in a micro-batch, over all devices
     overlong: Overlong = "cut"  # a sequence longer than a row: error, drop, or cut at a turn's end
 
     def __post_init__(self) -> None:
-        _require(bool(self.train_files), "data.train_files names no file")
         _require(
             not self.train_weights or len(self.train_weights) == len(self.train_files),
             f"data.train_weights has {len(self.train_weights)} numbers for "
@@ -161,3 +160,86 @@ class EngineSettings:
     slots: int = 32  # episodes whose keys and values are kept at once
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_steps: int = 8  # tokens per stream between two looks at the queue
+
+
+@settings("algorithm")
+class AlgorithmSettings:
+    """What is learned from episodes. None takes the recipe's own value (algorithms/recipes.py)."""
+
+    recipe: str = "grpo"
+    gamma: float | None = None
+    lam: float | None = None
+    normalize_by_std: bool | None = None  # norm_adv_by_std_in_grpo
+    step_weight: float | None = None  # gigpo's step_advantage_w
+    clip_low: float | None = None
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    entropy_coef: float | None = None
+    aggregation: str | None = None  # loss_agg_mode
+    norm_constant: float | None = None  # what seq-mean-token-sum-norm divides by
+    corrections: tuple[str, ...] | None = None  # names of algorithms/corrections.py
+    kl_placement: Literal["none", "reward", "loss"] | None = None
+    kl_coef: float | None = None
+    kl_estimator: str | None = None
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"  # of the KL in the reward
+    target_kl: float = 0.1
+    kl_horizon: int = 10_000
+    reference: Literal["device", "host"] = "device"  # where the reference policy is kept
+    dynamic_sampling: bool | None = None  # replace groups whose outcomes are all equal
+    max_gen_batches: int = 10  # how often dynamic sampling tries
+    similarity: float | None = None  # gigpo: anchors that are this alike count as one; None: equal
+    old_log_probs: Literal["recompute", "bypass"] = "recompute"  # bypass: the sampler's own
+    ppo_epochs: int = 1
+    mini_batch_size: int | None = None  # tasks per update; None: all of a step's
+    critic_warmup: int = 0  # steps in which only the critic learns
+    cliprange_value: float = 0.5
+    critic_lr: float = 1e-5
+    reward: str = "env"  # a name of rewards/
+    reward_parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
+    reward_allocation: str = "last_token"
+    allocation_gamma: float = 1.0
+    on_reward_error: Literal["raise", "drop"] = "raise"
+
+    def __post_init__(self) -> None:
+        for name in ("ppo_epochs", "max_gen_batches"):
+            _require(getattr(self, name) > 0, f"algorithm.{name}: at least 1")
+        size = self.mini_batch_size
+        _require(size is None or size > 0, "algorithm.mini_batch_size: at least 1")
+
+
+@settings("warm_start")
+class WarmStartSettings:
+    """Supervised fine-tuning on oracle episodes before the first update; 0 steps: none."""
+
+    steps: int = 0
+    traces: int = 200  # oracle episodes per environment
+    batch_size: int = 16
+    lr: float = 1e-3
+
+
+@settings("train")
+class TrainSettings:
+    """The run."""
+
+    run_dir: str = ""
+    total_steps: int = 100
+    batch_size: int = 32  # tasks per step
+    group_size: int = 8  # episodes per task (rollout.n)
+    seed: int = 0
+    save_freq: int = 10
+    test_freq: int = 10
+    keep_checkpoints: int = 2  # the newest; the best one stays too
+    val_before_train: bool = True
+    val_only: bool = False
+    val_tasks: int = 64  # of each environment's test tasks, always the same
+    val_temperature: float = 0.0
+    max_bad_updates: int = 3  # updates in a row without a finite gradient that end the run
+    turns_schedule: tuple[int, ...] = ()  # turn limits, one after the other; empty: max_turns
+    turns_schedule_steps: int = 100  # how long each of them holds
+    export: bool = True
+
+    def __post_init__(self) -> None:
+        _require(bool(self.run_dir), "train.run_dir is not set: where shall the run be written?")
+        positive = ("total_steps", "batch_size", "group_size", "save_freq", "test_freq")
+        for name in (*positive, "keep_checkpoints", "val_tasks", "turns_schedule_steps"):
+            _require(getattr(self, name) > 0, f"train.{name} = {getattr(self, name)}: at least 1")

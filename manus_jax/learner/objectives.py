@@ -75,11 +75,16 @@ def policy(
     return objective
 
 
+def values_of(graphdef: nnx.GraphDef[Critic], params: Params, batch: Batch) -> jax.Array:
+    """The critic's values, float32 [rows, length]."""
+    return nnx.merge(graphdef, params)(*_rows(batch))
+
+
 def critic(graphdef: nnx.GraphDef[Critic], cliprange: float) -> Objective:
     """Clipped value loss; the batch holds `returns` and the `values` before the update."""
 
     def objective(params: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        values = nnx.merge(graphdef, params)(*_rows(batch))
+        values = values_of(graphdef, params, batch)
         loss_t, stats = value_loss(values, batch["values"], batch["returns"], cliprange)
         mask = batch["loss_mask"]
         loss_t = jnp.where(mask, loss_t, 0.0)

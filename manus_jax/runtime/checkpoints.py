@@ -5,11 +5,13 @@ dataset cursor, counters, whatever the loop needs to go on). Orbax writes beside
 and renames when all is there, so a checkpoint cut short by a kill is never listed.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as managers
 
 from manus_jax.learner.update import TrainState
 
@@ -19,15 +21,36 @@ class CheckpointError(ValueError):
 
 
 class Checkpoints:
-    """The checkpoints below one directory, by step."""
+    """The checkpoints below one directory, by step.
 
-    def __init__(self, directory: Path, keep: int | None = None):
+    `parts` are the learners whose states are saved: the policy, and perhaps a critic. The newest
+    `keep` steps stay, and with `best` also the one whose saved score was highest.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        keep: int | None = None,
+        parts: Sequence[str] = ("policy",),
+        best: bool = False,
+    ):
         self.directory = Path(directory).absolute()
+        self._parts = tuple(parts)
+        policies: list[managers.PreservationPolicy] = [managers.LatestN(keep)]
+        if best:
+            scored = managers.BestN(
+                get_metric_fn=lambda metrics: metrics["score"],
+                n=1,
+                keep_checkpoints_without_metrics=False,
+            )
+            policies.append(scored)
         self._manager = ocp.CheckpointManager(
             self.directory,
-            item_names=("params", "optimizer", "host"),
+            item_names=(*(i for part in parts for i in _items(part)), "host"),
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, create=True, cleanup_tmp_directories=True
+                preservation_policy=managers.AnyPreservationPolicy(policies),
+                create=True,
+                cleanup_tmp_directories=True,
             ),
         )
 
@@ -35,39 +58,44 @@ class Checkpoints:
         """The newest whole checkpoint's step."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: TrainState, host: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        states: Mapping[str, TrainState],
+        host: dict[str, Any],
+        score: float | None = None,
+    ) -> None:
         """Starts writing and returns; the arrays may be donated at once."""
-        counters = {"step": state.step, "skipped": state.skipped}
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(state.params),
-                optimizer=ocp.args.StandardSave({"state": state.opt_state, **counters}),
-                host=ocp.args.JsonSave(host),
-            ),
-        )
+        items: dict[str, Any] = {"host": ocp.args.JsonSave(host)}
+        for part in self._parts:
+            params, optimizer = _items(part)
+            items[params] = ocp.args.StandardSave(states[part].params)
+            items[optimizer] = ocp.args.StandardSave(_rest(states[part]))
+        metrics = None if score is None else {"score": score}
+        self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
 
-    def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """The state of a step, put where `abstract` (shapes with shardings) says."""
-        counters = {"step": abstract.step, "skipped": abstract.skipped}
-        optimizer = {"state": abstract.opt_state, **counters}
+    def restore(
+        self, step: int, abstract: Mapping[str, TrainState]
+    ) -> tuple[dict[str, TrainState], dict[str, Any]]:
+        """The states of a step, put where `abstract` (shapes with shardings) says."""
+        items: dict[str, Any] = {"host": ocp.args.JsonRestore()}
+        for part in self._parts:
+            params, optimizer = _items(part)
+            items[params] = ocp.args.StandardRestore(abstract[part].params)
+            items[optimizer] = ocp.args.StandardRestore(_rest(abstract[part]))
         try:
-            loaded = self._manager.restore(
-                step,
-                args=ocp.args.Composite(
-                    params=ocp.args.StandardRestore(abstract.params),
-                    optimizer=ocp.args.StandardRestore(optimizer),
-                    host=ocp.args.JsonRestore(),
-                ),
-            )
+            loaded = self._manager.restore(step, args=ocp.args.Composite(**items))
         except (ValueError, KeyError, FileNotFoundError) as error:
             raise CheckpointError(
                 f"checkpoint {self.directory / str(step)} does not fit this configuration: "
                 + " ".join(str(error).split())[:300]
             ) from None
-        opt = loaded["optimizer"]
-        state = TrainState(loaded["params"], opt["state"], opt["step"], opt["skipped"])
-        return state, loaded["host"]
+        states = {}
+        for part in self._parts:
+            params, optimizer = _items(part)
+            rest = loaded[optimizer]
+            states[part] = TrainState(loaded[params], rest["state"], rest["step"], rest["skipped"])
+        return states, loaded["host"]
 
     def wait(self) -> None:
         """Blocks until everything begun is on disk; raises what the writing raised."""
@@ -76,6 +104,16 @@ class Checkpoints:
     def close(self) -> None:
         self.wait()
         self._manager.close()
+
+
+def _items(part: str) -> tuple[str, str]:
+    """Names of a part's two items: the policy's parameters are plain `params`."""
+    prefix = "" if part == "policy" else f"{part}_"
+    return f"{prefix}params", f"{prefix}optimizer"
+
+
+def _rest(state: TrainState) -> dict[str, Any]:
+    return {"state": state.opt_state, "step": state.step, "skipped": state.skipped}
 
 
 def abstract_state(state: TrainState, shardings: TrainState) -> TrainState:

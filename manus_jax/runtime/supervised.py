@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from manus_jax.chat import ChatStream, ConversationError
-from manus_jax.dataset import Mixture, Task, read_tasks, without
+from manus_jax.dataset import DatasetError, Mixture, Task, read_tasks, without
 from manus_jax.learner import objectives
 from manus_jax.learner.mesh import make_mesh, param_shardings
 from manus_jax.learner.optimizer import adamw, learning_rate
@@ -80,6 +80,8 @@ def read_conversations(
     data: DataSettings,
 ) -> tuple[list[tuple[str, list[Task], float]], list[Task]]:
     """Weighted train sources, less what is held out, and the held-out conversations."""
+    if not data.train_files:
+        raise DatasetError("data.train_files names no file of conversations to learn from")
     held_out = read_tasks(data.val_files, needs="conversation") if data.val_files else []
     sources = []
     for index, path in enumerate(data.train_files):
@@ -153,7 +155,8 @@ def run(config: SftConfig, operative_config: str) -> dict[str, float]:
         opt_shapes = jax.eval_shape(optimizer.init, shapes)
         counter = jax.ShapeDtypeStruct((), np.int32)
         target = abstract_state(TrainState(shapes, opt_shapes, counter, counter), shardings)
-        state, host = checkpoints.restore(start, target)
+        states, host = checkpoints.restore(start, {"policy": target})
+        state = states["policy"]
         mixture.restore(host["mixture"])
     else:
         state = init_state(source.load(param_shardings(shapes, mesh)), optimizer, mesh)
@@ -213,7 +216,7 @@ def run(config: SftConfig, operative_config: str) -> dict[str, float]:
             directory.append_metrics({"step": step, **metrics})
             last |= metrics
             if step % sft.save_freq == 0 or step == sft.total_steps:
-                checkpoints.save(step, state, {"mixture": cursor})
+                checkpoints.save(step, {"policy": state}, {"mixture": cursor})
             shown = {"loss": last["train/loss"], "tokens/s": last["perf/tokens_per_s"]}
             if "val/loss" in last:
                 shown["val loss"] = last["val/loss"]

@@ -38,14 +38,15 @@ def test_a_state_comes_back_exactly_on_another_mesh_though_it_was_donated_at_onc
     state, _ = new_state((2, 4, 1))
     before = jax.tree.map(np.array, jax.device_get(state))
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(3, state, {"cursor": [1, "two"]})
+    checkpoints.save(3, {"policy": state}, {"cursor": [1, "two"]})
     spoil = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
     for _ in range(3):
         state = spoil(state)
     jax.block_until_ready(state)
     checkpoints.wait()
     other, shardings = new_state((1, 2, 4), seed=1)
-    restored, host = checkpoints.restore(3, abstract_state(other, shardings))
+    states, host = checkpoints.restore(3, {"policy": abstract_state(other, shardings)})
+    restored = states["policy"]
     chex.assert_trees_all_equal(jax.device_get(restored), before)
     assert host == {"cursor": [1, "two"]}
     assert restored.params["backbone"]["embed"].sharding == shardings.params["backbone"]["embed"]
@@ -56,10 +57,24 @@ def test_only_the_newest_are_kept(tmp_path):
     state, _ = new_state((8, 1, 1))
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (1, 2, 3):
-        checkpoints.save(step, state, {})
+        checkpoints.save(step, {"policy": state}, {})
         checkpoints.wait()
     checkpoints.close()
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == ["2", "3"]
+
+
+def test_the_best_stays_beside_the_newest_with_all_its_parts(tmp_path):
+    state, shardings = new_state((8, 1, 1))
+    checkpoints = Checkpoints(tmp_path, keep=1, parts=("policy", "critic"), best=True)
+    for step, score in ((1, 0.2), (2, 0.9), (3, None), (4, 0.5)):
+        checkpoints.save(step, {"policy": state, "critic": state}, {"step": step}, score)
+        checkpoints.wait()
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == ["2", "4"]
+    target = abstract_state(state, shardings)
+    states, host = checkpoints.restore(2, {"policy": target, "critic": target})
+    chex.assert_trees_all_equal(jax.device_get(states["critic"]), jax.device_get(state))
+    assert host == {"step": 2}
+    checkpoints.close()
 
 
 KILLED = """
@@ -73,10 +88,10 @@ root = Path(sys.argv[1])
 big = {f"p{i}": jnp.full((1000, 1000), float(i)) for i in range(40)}
 state = TrainState(big, {"m": big}, jnp.int32(1), jnp.int32(0))
 checkpoints = Checkpoints(root)
-checkpoints.save(1, state, {"n": 1})
+checkpoints.save(1, {"policy": state}, {"n": 1})
 checkpoints.wait()
 print("first", flush=True)
-checkpoints.save(2, state, {"n": 2})
+checkpoints.save(2, {"policy": state}, {"n": 2})
 while not any(p.name.startswith("2.") for p in root.iterdir()):
     pass
 print("second begun", flush=True)
@@ -119,7 +134,7 @@ def test_places_without_a_checkpoint_say_what_was_expected(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     state, _ = new_state((8, 1, 1))
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, state, {})
+    checkpoints.save(1, {"policy": state}, {})
     checkpoints.wait()
     mesh = make_mesh(8, 1, 1)
     other = Architecture("qwen3", 96, 32, 64, 2, 8, 8, 8, qk_norm=True)
@@ -129,5 +144,5 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         init_params(Transformer, other, Compute(), 0, shardings.params), OPTIMIZER, mesh
     )
     with pytest.raises(CheckpointError, match="does not fit this configuration"):
-        checkpoints.restore(1, abstract_state(target, shardings))
+        checkpoints.restore(1, {"policy": abstract_state(target, shardings)})
     checkpoints.close()

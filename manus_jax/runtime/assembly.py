@@ -1,0 +1,354 @@
+"""Settings into a trainer: every part of a run built, checked and connected, in order of cost.
+
+What can be wrong is found first: names, sizes, files, the mesh. Then come the servers, the warm
+start, the weights, and last the engine.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from envs import registry
+from manus_jax.agentgym.pool import EnvironmentPool
+from manus_jax.agentgym.settings import open_environments
+from manus_jax.algorithms.corrections import get_correction
+from manus_jax.algorithms.recipes import Recipe, get_recipe, policy_loss
+from manus_jax.config import ConfigError
+from manus_jax.dataset import Mixture, Task, read_tasks, without
+from manus_jax.learner import objectives
+from manus_jax.learner.learners import Learner, Reference
+from manus_jax.learner.mesh import make_mesh, param_shardings
+from manus_jax.learner.optimizer import adamw, learning_rate
+from manus_jax.learner.packing import Layout
+from manus_jax.learner.update import check_rows
+from manus_jax.models.transformer import Critic, Transformer, abstract_model, critic_from_policy
+from manus_jax.rewards import RewardSettings
+from manus_jax.rollout.dialogue import EngineAgent
+from manus_jax.rollout.engine import Sampling
+from manus_jax.rollout.jax_engine import JaxEngine
+from manus_jax.rollout.prompts import PromptSettings
+from manus_jax.rollout.settings import RolloutSettings
+from manus_jax.runtime import policy_source, supervised
+from manus_jax.runtime.checkpoints import Checkpoints
+from manus_jax.runtime.policy_source import PolicySource
+from manus_jax.runtime.run_directory import RunDirectory
+from manus_jax.runtime.training import Trainer
+from manus_jax.settings import (
+    AlgorithmSettings,
+    ComputeSettings,
+    DataSettings,
+    EngineSettings,
+    EnvSettings,
+    MeshSettings,
+    ModelSettings,
+    OptimizerSettings,
+    RolloutGroup,
+    ScratchSettings,
+    SftSettings,
+    TrainSettings,
+    WarmStartSettings,
+)
+
+_RECIPE_FIELDS = (
+    "gamma",
+    "lam",
+    "normalize_by_std",
+    "step_weight",
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "entropy_coef",
+    "aggregation",
+    "kl_placement",
+    "kl_coef",
+    "kl_estimator",
+    "dynamic_sampling",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    train: TrainSettings
+    algorithm: AlgorithmSettings
+    env: EnvSettings
+    rollout: RolloutGroup
+    engine: EngineSettings
+    data: DataSettings
+    model: ModelSettings
+    scratch: ScratchSettings | None  # when model.path is None
+    warm_start: WarmStartSettings
+    optimizer: OptimizerSettings
+    mesh: MeshSettings
+    compute: ComputeSettings
+
+
+def make_recipe(settings: AlgorithmSettings) -> Recipe:
+    """The named recipe with the settings that were given."""
+    try:
+        named = {field: getattr(settings, field) for field in _RECIPE_FIELDS}
+        given = {field: value for field, value in named.items() if value is not None}
+        recipe = dataclasses.replace(get_recipe(settings.recipe), **given)
+        if settings.corrections is not None:
+            corrections = tuple(get_correction(name) for name in settings.corrections)
+            recipe = dataclasses.replace(recipe, corrections=corrections)
+    except ValueError as error:
+        raise ConfigError(f"algorithm: {error}") from None
+    if recipe.aggregation == "seq-mean-token-sum-norm" and not settings.norm_constant:
+        raise ConfigError(
+            f"algorithm.norm_constant is not set, and {recipe.name} divides each sequence's loss "
+            "by it: the most tokens an agent may say in an episode, for instance"
+        )
+    return recipe
+
+
+def make_rollout(
+    group: RolloutGroup, seed: int, temperature: float | None = None
+) -> RolloutSettings:
+    """How episodes are played; `temperature` overrides the group's."""
+    try:
+        return RolloutSettings(
+            seed=seed,
+            max_turns=group.max_turns,
+            sampling=Sampling(
+                temperature=group.temperature if temperature is None else temperature,
+                top_p=group.top_p,
+                top_k=group.top_k,
+                max_tokens=group.max_tokens_per_turn,
+            ),
+            max_total_tokens=group.max_total_tokens,
+            max_observation_tokens=group.max_observation_tokens,
+            memory_turns=group.memory_turns,
+            action_format=group.action_format,
+            prompt=PromptSettings(source=group.prompt_source),
+            invalid_action_penalty=group.invalid_action_penalty,
+            generation_timeout=group.generation_timeout,
+            max_in_flight=group.max_in_flight,
+        )
+    except ValueError as error:
+        raise ConfigError(f"rollout: {error}") from None
+
+
+def split_tasks(env: str, split: str) -> list[Task]:
+    """The tasks of one split of an environment that is served here."""
+    items = registry.load(env).items(split)
+    return [Task(env, item, f"{env}_{item}") for item in items]
+
+
+def read_task_sources(
+    data: DataSettings, env: EnvSettings, val_tasks: int
+) -> tuple[list[tuple[str, list[Task], float]], list[Task]]:
+    """Weighted sources of training tasks, and the fixed panel of held-out ones."""
+    if data.val_files:
+        held_out = read_tasks(data.val_files)
+    else:
+        held_out = [t for name in env.names for t in split_tasks(name, "test")]
+    panel: list[Task] = []
+    for name in env.names:
+        mine = [t for t in held_out if t.env == name]
+        # Evenly over the split: neighbours are often alike.
+        stride = max(1, len(mine) // val_tasks)
+        panel += mine[::stride][:val_tasks]
+    sources = []
+    if data.train_files:
+        for index, path in enumerate(data.train_files):
+            tasks = without(read_tasks(path), held_out)
+            weight = data.train_weights[index] if data.train_weights else float(max(1, len(tasks)))
+            sources.append((f"{index}:{Path(path).name}", tasks, weight))
+    else:
+        sources = [(name, split_tasks(name, "train"), 1.0) for name in env.names]
+    for _, tasks, _ in sources:
+        stray = next((t for t in tasks if t.env not in env.names), None)
+        if stray is not None:
+            raise ConfigError(
+                f"task {stray.item_id} is of environment {stray.env!r}, and env.names has only "
+                f"{', '.join(env.names)}"
+            )
+    return sources, panel
+
+
+def _check_sizes(config: TrainConfig, recipe: Recipe) -> None:
+    if config.rollout.max_total_tokens > config.data.max_length:
+        raise ConfigError(
+            f"rollout.max_total_tokens = {config.rollout.max_total_tokens} is more than "
+            f"data.max_length = {config.data.max_length}, the tokens that a row of a batch holds"
+        )
+    if recipe.needs_groups and config.train.group_size < 2:
+        raise ConfigError(
+            f"recipe {recipe.name} compares episodes of one task with each other: "
+            "train.group_size must be at least 2"
+        )
+    if config.model.path is None and config.warm_start.steps == 0:
+        raise ConfigError(
+            "model.path is not set, and a model from scratch has nothing to say: set "
+            "warm_start.steps to fine-tune it on oracle episodes first"
+        )
+
+
+def warm_start(config: TrainConfig, directory: RunDirectory) -> Path:
+    """Fine-tunes on oracle episodes of the training tasks; the Hugging Face directory it makes."""
+    from envs import traces
+
+    settings = config.warm_start
+    folder = directory.path / "warm_start"
+    files = []
+    for env in config.env.names:
+        path = folder / f"{env}.parquet"
+        if not path.exists():
+            made = traces.rows(registry.load(env), "train", settings.traces, config.train.seed)
+            path.parent.mkdir(exist_ok=True)
+            work = path.with_suffix(".tmp")
+            pq.write_table(pa.Table.from_pylist(made, schema=traces.SCHEMA), work)
+            work.replace(path)
+        files.append(str(path))
+    sft = SftSettings(
+        run_dir=str(folder),
+        total_steps=settings.steps,
+        batch_size=settings.batch_size,
+        seed=config.train.seed,
+        save_freq=settings.steps,
+        test_freq=settings.steps,
+    )
+    optimizer = dataclasses.replace(
+        config.optimizer,
+        lr=settings.lr,
+        schedule="cosine",
+        warmup_steps=max(1, settings.steps // 20),
+        min_lr_ratio=0.1,
+    )
+    data = dataclasses.replace(
+        config.data, train_files=tuple(files), train_weights=(), val_files=(), overlong="cut"
+    )
+    supervised.run(
+        supervised.SftConfig(
+            sft, data, config.model, config.scratch, optimizer, config.mesh, config.compute
+        ),
+        repr((sft, data, config.model, config.scratch, optimizer)),
+    )
+    return folder / "export" / str(settings.steps)
+
+
+@contextlib.contextmanager
+def open_trainer(config: TrainConfig, operative_config: str) -> Iterator[Trainer]:
+    """A trainer whose servers and engine live as long as the block."""
+    train, data = config.train, config.data
+    recipe = make_recipe(config.algorithm)
+    _check_sizes(config, recipe)
+    reward = RewardSettings(config.algorithm.reward, config.algorithm.reward_parameters)
+    rollout = make_rollout(config.rollout, train.seed)
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    check_rows(data.rows, mesh)
+    sources, panel = read_task_sources(data, config.env, train.val_tasks)
+    mixture = Mixture(sources, train.seed)
+    if config.model.path is not None:
+        policy_source.from_path(Path(config.model.path))
+    directory = RunDirectory(train.run_dir, operative_config)
+
+    servers = {name: config.env.urls.get(name, "embedded") for name in config.env.names}
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(open_environments(servers, config.env.servers_per_env))
+        path = config.model.path
+        if config.warm_start.steps:
+            path = str(warm_start(config, directory))
+        assert path is not None
+        source = policy_source.from_path(Path(path)).keep_card(directory.model)
+        policy, critic, reference, lr = _learners(config, recipe, source, mesh)
+        engine = JaxEngine(
+            source.card.architecture,
+            policy.state.params,
+            slots=config.engine.slots,
+            max_length=config.rollout.max_total_tokens,
+            decode=source.tokenizer.decode,
+            dtype=config.engine.dtype,
+            max_steps=config.engine.max_steps,
+        )
+        stack.callback(engine.close)
+        agent = EngineAgent(engine, source.tokenizer)
+        checkpoints = Checkpoints(
+            directory.checkpoints,
+            keep=train.keep_checkpoints,
+            parts=("policy",) if critic is None else ("policy", "critic"),
+            best=True,
+        )
+        stack.callback(checkpoints.close)
+        validation = make_rollout(config.rollout, train.seed, train.val_temperature)
+        yield Trainer(
+            train=train,
+            algorithm=config.algorithm,
+            recipe=recipe,
+            reward=reward,
+            rollout=rollout,
+            mixture=mixture,
+            policy=policy,
+            critic=critic,
+            reference=reference,
+            engine=engine,
+            agent=agent,
+            pool=pool,
+            directory=directory,
+            checkpoints=checkpoints,
+            validate=lambda: validate(agent, pool, panel, validation),
+            lr=lr,
+        )
+
+
+def _learners(config: TrainConfig, recipe: Recipe, source: PolicySource, mesh: jax.sharding.Mesh):  # type: ignore[no-untyped-def]
+    """The policy, its critic and its reference, as the recipe needs them, and the schedule."""
+    arch = source.card.architecture
+    compute = supervised.make_compute(config.compute, mesh)
+    opt, algorithm, train = config.optimizer, config.algorithm, config.train
+    lr = learning_rate(opt.lr, opt.schedule, opt.warmup_steps, train.total_steps, opt.min_lr_ratio)
+    rest = (opt.weight_decay, opt.b1, opt.b2, opt.eps, opt.grad_clip)
+    segments = 1 if config.rollout.memory_turns is None else config.rollout.max_turns
+    layout = Layout.for_batch(
+        train.batch_size * train.group_size * segments, config.data.rows, config.data.max_length
+    )
+    graphdef, shapes = abstract_model(Transformer, arch, compute)
+    params = source.load(param_shardings(shapes, mesh))
+    reference = None
+    if recipe.needs_reference:
+        reference = Reference(params, algorithm.reference == "host", mesh)
+    temperature = config.rollout.temperature or 1.0
+    objective = objectives.policy(
+        graphdef, policy_loss(recipe), temperature, with_entropy="entropy" in recipe.loss_fields
+    )
+    log_probs = lambda p, batch: objectives.log_probs_of(graphdef, p, batch, temperature)[0]
+    critic = None
+    if recipe.needs_critic:
+        critic_def, critic_shapes = abstract_model(Critic, arch, compute)
+        critic_lr = learning_rate(algorithm.critic_lr, "constant", 0, 1, 0.0)
+        critic = Learner(
+            jax.device_put(critic_from_policy(params), param_shardings(critic_shapes, mesh)),
+            critic_shapes,
+            objectives.critic(critic_def, algorithm.cliprange_value),
+            lambda p, batch: objectives.values_of(critic_def, p, batch),
+            adamw(critic_lr, *rest),
+            mesh,
+            layout,
+        )
+    policy = Learner(params, shapes, objective, log_probs, adamw(lr, *rest), mesh, layout)
+    return policy, critic, reference, lr
+
+
+def validate(
+    agent: EngineAgent, pool: EnvironmentPool, panel: Sequence[Task], settings: RolloutSettings
+) -> dict[str, float]:
+    """Success and score on the fixed panel, by environment."""
+    from manus_jax.rollout.runner import run_episodes
+    from manus_jax.rollout.trajectory import episode_specs, trajectories
+
+    outcomes = run_episodes(episode_specs(panel, 1, "val/"), agent, pool, settings)
+    metrics: dict[str, float] = {}
+    for env in sorted({t.env for t in panel if t.env}):
+        played = [t for t in trajectories(outcomes) if t.task.env == env]
+        if played:
+            n = len(played)
+            metrics[f"val/{env}/success_rate"] = sum(t.success for t in played) / n
+            metrics[f"val/{env}/score"] = sum(t.env_reward for t in played) / n
+            metrics[f"val/{env}/turns"] = sum(len(t.turns) for t in played) / n
+    metrics["val/failed"] = float(len(outcomes) - len(trajectories(outcomes)))
+    return metrics

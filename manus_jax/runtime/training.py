@@ -1,0 +1,320 @@
+"""The training loop: tasks, episodes, advantages, updates, new weights; again.
+
+Each step plays `batch_size` tasks `group_size` times with the current weights, turns what came of
+it into per-token advantages, updates the policy (and the critic), and hands the new weights to the
+engine under a new version. Which algorithm that is, the recipe says; the loop does not know. What
+decides the next step is all in the checkpoint: states, task cursor, KL controller. Random numbers
+are derived from the seed and the step, so a resumed run repeats none and skips none.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from manus_jax.agentgym.pool import EnvironmentPool
+from manus_jax.algorithms.corrections import mismatch_metrics
+from manus_jax.algorithms.kl import (
+    AdaptiveKL,
+    FixedKL,
+    KLController,
+    controller_from_json,
+    controller_to_json,
+)
+from manus_jax.algorithms.recipes import Recipe
+from manus_jax.dataset import Mixture, Task
+from manus_jax.learner.learners import Learner, Reference
+from manus_jax.rewards import RewardSettings
+from manus_jax.rollout.dialogue import EngineAgent
+from manus_jax.rollout.engine import Engine
+from manus_jax.rollout.metrics import rollout_metrics
+from manus_jax.rollout.runner import run_episodes
+from manus_jax.rollout.samples import RewardAllocation
+from manus_jax.rollout.scoring import score_episodes
+from manus_jax.rollout.settings import RolloutSettings
+from manus_jax.rollout.trajectory import Outcome, Trajectory, episode_specs, trajectories
+from manus_jax.rollout.trajectory_files import write_trajectories
+from manus_jax.runtime.checkpoints import Checkpoints
+from manus_jax.runtime.experience import Experience, add_advantages, comparable, with_signal
+from manus_jax.runtime.progress import ProgressLine
+from manus_jax.runtime.run_directory import RunDirectory
+from manus_jax.settings import AlgorithmSettings, TrainSettings
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on; the message says why and what to look at."""
+
+
+class Timer:
+    """Seconds by phase of one step; what no phase claims is `other`, so that they add up."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+
+    def metrics(self) -> dict[str, float]:
+        step = time.monotonic() - self._began
+        other = step - sum(self.seconds.values())
+        phases = {**self.seconds, "other": other, "step": step}
+        return {f"timing_s/{name}": seconds for name, seconds in phases.items()}
+
+
+@dataclasses.dataclass
+class Trainer:
+    """All the parts of a run, built and checked."""
+
+    train: TrainSettings
+    algorithm: AlgorithmSettings
+    recipe: Recipe
+    reward: RewardSettings
+    rollout: RolloutSettings
+    mixture: Mixture
+    policy: Learner
+    critic: Learner | None
+    reference: Reference | None
+    engine: Engine
+    agent: EngineAgent
+    pool: EnvironmentPool
+    directory: RunDirectory
+    checkpoints: Checkpoints
+    validate: Any  # () -> dict[str, float]
+    lr: Any  # step -> float
+
+    def __post_init__(self) -> None:
+        self.allocation = RewardAllocation(
+            self.algorithm.reward_allocation, self.algorithm.allocation_gamma
+        )
+        self.kl_controller: KLController = FixedKL(self.recipe.kl_coef)
+        if self.algorithm.kl_controller == "adaptive":
+            self.kl_controller = AdaptiveKL(
+                self.recipe.kl_coef, self.algorithm.target_kl, self.algorithm.kl_horizon
+            )
+
+    def run(self) -> dict[str, float]:
+        """Trains to `total_steps`, from the newest checkpoint if there is one; last metrics."""
+        train = self.train
+        start = self._restore()
+        last: dict[str, float] = {}
+        bad = 0
+        with ProgressLine("train", train.total_steps, start) as line:
+            if start:
+                line.say(f"resumed at step {start}")
+            if start == 0 and (train.val_before_train or train.val_only):
+                last = self.validate()
+                self.directory.append_metrics({"step": 0, **last})
+                line.say(_validation_line(0, last))
+            if train.val_only:
+                return last
+            for step in range(start + 1, train.total_steps + 1):
+                timer = Timer()
+                metrics, bad_updates = self._step(step, timer)
+                bad = bad + bad_updates if bad_updates else 0
+                if bad >= train.max_bad_updates:
+                    raise TrainingError(
+                        f"{bad} updates in a row had a gradient that is not finite; the last "
+                        f"checkpoint is whole. Look at {self.directory.path}/trajectories and "
+                        "the rewards; lower optimizer.lr"
+                    )
+                if step % train.test_freq == 0 or step == train.total_steps:
+                    with timer.phase("testing"):
+                        metrics |= self.validate()
+                    line.say(_validation_line(step, metrics))
+                if step % train.save_freq == 0 or step == train.total_steps:
+                    with timer.phase("save_checkpoint"):
+                        self._save(step, metrics)
+                metrics |= timer.metrics()
+                metrics["training/global_step"] = float(step)
+                self.directory.append_metrics({"step": step, **metrics})
+                last |= metrics
+                shown = ("critic/score/mean", "episode/success_rate", "actor/pg_loss")
+                line.update(step, {name.split("/")[1]: metrics.get(name, 0.0) for name in shown})
+        self.checkpoints.wait()
+        return last
+
+    def _step(self, step: int, timer: Timer) -> tuple[dict[str, float], int]:
+        """One step; its metrics, and how many of its updates had a bad gradient."""
+        settings = self._settings_at(step)
+        with timer.phase("gen"):
+            outcomes, episodes, metrics = self._collect(step, settings)
+        write_trajectories(self.directory.path / "trajectories", step, outcomes)
+        if not episodes:
+            metrics["training/empty_step"] = 1.0
+            return metrics, 0
+        experience = Experience.of(episodes, self.allocation)
+        with timer.phase("logp"):
+            experience = self._with_old_log_probs(experience, metrics)
+        if self.reference is not None:
+            with timer.phase("ref"):
+                ref = self.policy.forward(experience.samples, self.reference.params())
+                experience = experience.with_field("ref_log_probs", ref)
+        if self.critic is not None:
+            with timer.phase("compute_values"):
+                values = self.critic.forward(experience.samples)
+                experience = experience.with_field("values", values)
+        greedy = None
+        if self.recipe.needs_greedy_baseline:
+            with timer.phase("gen_greedy"):
+                greedy = self._greedy_scores(step, experience.episodes, settings)
+        with timer.phase("adv"):
+            experience, advantage_metrics, self.kl_controller = add_advantages(
+                experience, self.recipe, self.kl_controller, greedy, self.algorithm.similarity
+            )
+        metrics |= advantage_metrics
+        update_metrics, bad = self._update(step, experience, timer)
+        metrics |= update_metrics
+        with timer.phase("update_weights"):
+            self.engine.update_weights(self.policy.state.params, step)
+        return metrics, bad
+
+    def _settings_at(self, step: int) -> RolloutSettings:
+        """The turn limit grows by the schedule."""
+        schedule = self.train.turns_schedule
+        if not schedule:
+            return self.rollout
+        stage = min((step - 1) // self.train.turns_schedule_steps, len(schedule) - 1)
+        return dataclasses.replace(self.rollout, max_turns=schedule[stage])
+
+    def _collect(
+        self, step: int, settings: RolloutSettings
+    ) -> tuple[list[Outcome], list[Trajectory], dict[str, float]]:
+        """Everything that was played, and of it the episodes to learn from."""
+        train = self.train
+        outcomes: list[Outcome] = []
+        kept: list[Trajectory] = []
+        wanted = train.batch_size * train.group_size
+        tries = self.algorithm.max_gen_batches if self.recipe.dynamic_sampling else 1
+        for attempt in range(tries):
+            tasks = self.mixture.next_batch(train.batch_size)
+            batch = self._play(tasks, f"{step}.{attempt}/", settings)
+            outcomes += batch
+            fresh = comparable(trajectories(batch), self.recipe)
+            if self.recipe.dynamic_sampling:
+                fresh = with_signal(fresh)
+            kept += fresh
+            if len(kept) >= wanted:
+                break
+        metrics = rollout_metrics(outcomes)
+        metrics["rollout/used"] = float(min(len(kept), wanted))
+        metrics["rollout/gen_batches"] = float(attempt + 1)
+        return outcomes, kept[:wanted], metrics
+
+    def _play(self, tasks: Sequence[Task], prefix: str, settings: RolloutSettings) -> list[Outcome]:
+        specs = episode_specs(tasks, self.train.group_size, prefix)
+        played = run_episodes(specs, self.agent, self.pool, settings)
+        return score_episodes(played, self.reward, self.algorithm.on_reward_error)
+
+    def _greedy_scores(
+        self, step: int, episodes: Sequence[Trajectory], settings: RolloutSettings
+    ) -> list[float]:
+        """For each episode the score of one greedy episode of its task (its own if that failed)."""
+        tasks = {e.group_id: e.task for e in episodes}
+        greedy = dataclasses.replace(
+            settings, sampling=dataclasses.replace(settings.sampling, temperature=0.0)
+        )
+        specs = episode_specs(list(tasks.values()), 1, f"{step}.greedy/")
+        played = run_episodes(specs, self.agent, self.pool, greedy)
+        scored = score_episodes(played, self.reward, self.algorithm.on_reward_error)
+        scores = {
+            group: outcome.episode_reward
+            for group, outcome in zip(tasks, scored, strict=True)
+            if isinstance(outcome, Trajectory)
+        }
+        return [scores.get(e.group_id, e.episode_reward) for e in episodes]
+
+    def _with_old_log_probs(self, experience: Experience, metrics: dict[str, float]) -> Experience:
+        sampler = [s.fields["sampler_log_probs"] for s in experience.samples]
+        if self.algorithm.old_log_probs == "bypass":
+            return experience.with_field("old_log_probs", sampler)
+        old = self.policy.forward(experience.samples)
+        mask = np.concatenate([s.loss_mask for s in experience.samples])
+        mismatch = mismatch_metrics(np.concatenate(old), np.concatenate(sampler), mask)
+        metrics |= {f"mismatch/{name}": float(value) for name, value in mismatch.items()}
+        return experience.with_field("old_log_probs", old)
+
+    def _update(
+        self, step: int, experience: Experience, timer: Timer
+    ) -> tuple[dict[str, float], int]:
+        """`ppo_epochs` passes over the step's groups in mini-batches; mean metrics, bad updates."""
+        algorithm = self.algorithm
+        fields = [f for f in self.recipe.loss_fields if f not in ("mask", "segment_ids", "entropy")]
+        actor: list[dict[str, float]] = []
+        critic: list[dict[str, float]] = []
+        groups = experience.groups
+        for epoch in range(algorithm.ppo_epochs):
+            order = np.random.default_rng((self.train.seed, step, epoch)).permutation(
+                np.unique(groups)
+            )
+            size = algorithm.mini_batch_size or len(order)
+            for start in range(0, len(order), size):
+                members = np.isin(groups, order[start : start + size])
+                batch = [s for s, m in zip(experience.samples, members, strict=True) if m]
+                if self.critic is not None:
+                    with timer.phase("update_critic"):
+                        critic.append(
+                            self.critic.update(batch, ("values", "returns"), "token-mean")
+                        )
+                if step > algorithm.critic_warmup:
+                    with timer.phase("update_actor"):
+                        actor.append(
+                            self.policy.update(
+                                batch, fields, self.recipe.aggregation, algorithm.norm_constant
+                            )
+                        )
+        metrics = {f"actor/{k}": v for k, v in _means(actor).items() if "/" not in k}
+        metrics |= {k: v for k, v in _means(actor).items() if "/" in k}
+        metrics |= {f"critic/{k}": v for k, v in _means(critic).items() if "/" not in k}
+        if actor:
+            metrics["actor/lr"] = float(self.lr(int(self.policy.state.step) - 1))
+        bad = sum(int(m["update_skipped"]) for m in (*actor, *critic))
+        return metrics, bad
+
+    def _states(self) -> dict[str, Any]:
+        states = {"policy": self.policy.state}
+        return states if self.critic is None else {**states, "critic": self.critic.state}
+
+    def _save(self, step: int, metrics: dict[str, float]) -> None:
+        rates = [v for k, v in metrics.items() if k.startswith("val/") and k.endswith("/score")]
+        host = {
+            "mixture": self.mixture.state(),
+            "kl_controller": controller_to_json(self.kl_controller),
+        }
+        score = float(np.mean(rates)) if rates else None
+        self.checkpoints.save(step, self._states(), host, score)
+
+    def _restore(self) -> int:
+        start = self.checkpoints.latest() or 0
+        if start:
+            abstract = {"policy": self.policy.abstract_state()}
+            if self.critic is not None:
+                abstract["critic"] = self.critic.abstract_state()
+            states, host = self.checkpoints.restore(start, abstract)
+            self.policy.state = states["policy"]
+            if self.critic is not None:
+                self.critic.state = states["critic"]
+            self.mixture.restore(host["mixture"])
+            self.kl_controller = controller_from_json(host["kl_controller"])
+            self.engine.update_weights(self.policy.state.params, start)
+        self.directory.forget_metrics_after(start or -1)
+        return start
+
+
+def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {k: float(np.mean([row[k] for row in rows])) for k in rows[0]} if rows else {}
+
+
+def _validation_line(step: int, metrics: dict[str, float]) -> str:
+    shown = [
+        f"{name.removeprefix('val/')} {value:.3f}"
+        for name, value in metrics.items()
+        if name.startswith("val/") and name.endswith(("success_rate", "score"))
+    ]
+    return f"validation at step {step}: " + ", ".join(shown)

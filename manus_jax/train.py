@@ -1,0 +1,62 @@
+"""`python -m manus_jax.train --gin_file=F`: reinforcement learning of an agent."""
+
+from manus_jax import command, config
+from manus_jax.models import huggingface
+from manus_jax.runtime.assembly import TrainConfig, open_trainer
+from manus_jax.settings import (
+    AlgorithmSettings,
+    ComputeSettings,
+    DataSettings,
+    EngineSettings,
+    EnvSettings,
+    MeshSettings,
+    ModelSettings,
+    OptimizerSettings,
+    RolloutGroup,
+    ScratchSettings,
+    TrainSettings,
+    WarmStartSettings,
+)
+
+
+def main(arguments: list[str]) -> None:
+    parser = config.argument_parser("train", "Trains an agent with reinforcement learning.")
+    args = parser.parse_args(arguments)
+    config.parse(args.gin_file, args.gin_param)
+    classes = {
+        "train": TrainSettings,
+        "algorithm": AlgorithmSettings,
+        "env": EnvSettings,
+        "rollout": RolloutGroup,
+        "engine": EngineSettings,
+        "data": DataSettings,
+        "model": ModelSettings,
+        "warm_start": WarmStartSettings,
+        "optimizer": OptimizerSettings,
+        "mesh": MeshSettings,
+        "compute": ComputeSettings,
+    }
+    built = dict(zip(classes, config.build(*classes.values()), strict=True))
+    read: list[type] = [*classes.values()]
+    built["scratch"] = None
+    if built["model"].path is None:
+        read.append(ScratchSettings)
+        (built["scratch"],) = config.build(ScratchSettings)
+    config.refuse_unread(read)
+    settings = TrainConfig(**built)
+    with open_trainer(settings, config.operative_config()) as trainer:
+        last = trainer.run()
+        step = settings.train.total_steps
+        export = trainer.directory.export(step)
+        if settings.train.export and not settings.train.val_only and not export.exists():
+            export.parent.mkdir(exist_ok=True)
+            card = huggingface.ModelCard.load(trainer.directory.model)
+            huggingface.save_hf(trainer.policy.state.params, card, export)
+    for name, value in sorted(last.items()):
+        if name.startswith("val/"):
+            print(f"{name:32s} {value:.4f}")
+    print(f"run directory                    {settings.train.run_dir}")
+
+
+if __name__ == "__main__":
+    command.run(main)
