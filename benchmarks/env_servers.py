@@ -42,7 +42,7 @@ Script = tuple[int, list[str]]
 
 def recorded_episodes(name: str) -> list[Script]:
     """Oracle episodes as item and moves, played in process."""
-    spec, row = load(name), environment(name)
+    spec = load(name)
     if spec.oracle is None:
         raise SystemExit(f"{name} has no oracle to play it")
     scripts = []
@@ -52,7 +52,7 @@ def recorded_episodes(name: str) -> list[Script]:
         observation, done = game.reset(item), False
         while not done:
             move = policy(observation)
-            moves.append(spec.turn(move) if row.sends_text else move.action)
+            moves.append(move.action)
             step = game.step(move.action)
             observation, done = step.observation, step.done
         scripts.append((item, moves))

@@ -128,15 +128,6 @@ def detail_fields(session: Session) -> dict[str, Any]:
     return {**step_fields(session), "deleted": False}
 
 
-def react_turn(move: Move) -> str:
-    """A move as the model is asked to write it."""
-    return f"Thought:\n{move.thought}\n\nAction:\n{move.action}"
-
-
-def is_full_reward(step: Step) -> bool:
-    return step.done and step.reward >= 1
-
-
 def nothing_missing() -> str | None:
     return None
 
@@ -171,8 +162,6 @@ class EnvironmentSpec:
     new_game: Callable[[], Game]
     items: Callable[[str], Sequence[int]]
     """split ("train" or "test") → items. Disjoint, and the same on every machine."""
-    instruction: str
-    """The first human turn: the task, the actions, the answer format."""
 
     oracle: Callable[[int], Policy] | None = None
     """item → a fresh policy that wins it."""
@@ -200,11 +189,5 @@ class EnvironmentSpec:
     """How many live sessions a server of this environment allows unless told otherwise."""
     max_action: int = 16_384
     """Longer actions are cut to so many characters; the game then finds them to be invalid."""
-    turn: Callable[[Move], str] = react_turn
-    """How a move reads in a conversation."""
-    acknowledgement: str = "OK. I will follow these instructions and answer in this format."
-    """The agent's turn after the instruction in a recorded conversation."""
-    won: Callable[[Step], bool] = is_full_reward
-    """Whether an episode that ended with this step is a success."""
     requirements: Callable[[], str | None] = nothing_missing
     """A sentence on what to install when an extra is missing, else None."""

@@ -1,8 +1,9 @@
 """`python -m envs.traces NAME --n N --out F.parquet`: oracle episodes in OpenManus-RL's schema.
 
-The one idea: a trace is the conversation a perfect agent would have had. The oracle plays the game
-in process; the instruction, the acknowledgement, the observations and the turns become rows
-that the supervised warm-up and the task reader take, column for column those of OpenManus-RL.
+The one idea: a trace is the conversation that a perfect agent would have. The oracle plays through
+the agent's own loop, opening, action format and client, against a server of the environment, so a
+model that is trained on traces has seen, token for token, what it will meet in its rollouts. The
+columns are those of OpenManus-RL.
 """
 
 import argparse
@@ -18,6 +19,16 @@ import pyarrow.parquet as pq
 
 from envs.game import EnvironmentSpec, GameError
 from envs.registry import UnknownEnvironment, load
+from manus_jax.agentgym.failures import EnvironmentSetupError
+from manus_jax.agentgym.settings import open_environments
+from manus_jax.agentgym.table import environment
+from manus_jax.dataset import Task
+from manus_jax.rollout.actions import format_for
+from manus_jax.rollout.policies import OraclePolicy
+from manus_jax.rollout.prompts import opening
+from manus_jax.rollout.runner import run_episodes
+from manus_jax.rollout.settings import RolloutSettings
+from manus_jax.rollout.trajectory import FailedEpisode, Trajectory, episode_specs
 
 SCHEMA = pa.schema(
     [
@@ -50,7 +61,7 @@ SCHEMA = pa.schema(
         ),
     ]
 )
-MAX_TURNS = 200
+ROLLOUT = RolloutSettings(max_turns=200, max_in_flight=16)
 
 
 class TraceError(Exception):
@@ -63,56 +74,58 @@ def shuffled_items(spec: EnvironmentSpec, split: str, seed: int) -> list[int]:
     return [item for _, item in sorted((rng.random(), item) for item in spec.items(split))]
 
 
-def play(spec: EnvironmentSpec, item: int) -> tuple[list[dict[str, Any]], bool]:
-    """The conversation of the oracle's episode, and whether it was won."""
+def rows(spec: EnvironmentSpec, split: str, n: int, seed: int) -> list[dict[str, Any]]:
+    """`n` rows of different items; an item that the oracle does not win is passed over."""
     if spec.oracle is None:
         raise TraceError(f"{spec.name} has no oracle, so no traces can be made of it")
-    conversation = [_human(spec.instruction), _agent(spec.acknowledgement, loss=False)]
-    game = spec.new_game()
-    try:
-        policy = spec.oracle(item)
-        observation = game.reset(item)
-        for _ in range(MAX_TURNS):
-            move = policy(observation)
-            conversation += [_human(observation), _agent(spec.turn(move), loss=True)]
-            step = game.step(move.action)
-            if step.done:
-                return conversation, spec.won(step)
-            observation = step.observation
-        return conversation, False
-    finally:
-        game.close()
+    items = shuffled_items(spec, split, seed)
+    made: list[dict[str, Any]] = []
+    with open_environments({spec.name: "embedded"}) as pool:
+        while items and len(made) < n:
+            batch, items = items[: n - len(made)], items[n - len(made) :]
+            tasks = [Task(spec.name, item, f"{spec.name}_{item}") for item in batch]
+            for outcome in run_episodes(episode_specs(tasks), OraclePolicy(), pool, ROLLOUT):
+                if isinstance(outcome, FailedEpisode):
+                    raise TraceError(f"{outcome.spec.task.item_id} was not played: {outcome.error}")
+                if outcome.success:
+                    made.append(row(outcome, len(made), split))
+    if len(made) < n:
+        raise TraceError(f"{spec.name} has {len(made)} winnable items in {split}: lower --n {n}")
+    return made
 
 
-def row(spec: EnvironmentSpec, item: int, index: int, split: str) -> dict[str, Any] | None:
-    """One row of the table, or None when the oracle does not win the item."""
-    conversation, won = play(spec, item)
-    if not won:
-        return None
+def row(trajectory: Trajectory, index: int, split: str) -> dict[str, Any]:
+    """An episode as a row of the table."""
+    task = trajectory.task
+    assert task.env is not None
+    conversation = conversation_of(trajectory)
     recorded = json.dumps(conversation, ensure_ascii=False)
+    action_format = format_for(environment(task.env), ROLLOUT.action_format)
+    told = opening(task, action_format, ROLLOUT.prompt).before
     return {
-        "data_source": spec.name,
-        "item_id": f"{spec.name}_{item}",
+        "data_source": task.env,
+        "item_id": task.item_id,
         "conversations": conversation,
-        "prompt": [{"content": spec.instruction, "role": "user"}],
+        "prompt": [{"content": message.content, "role": message.role} for message in told],
         "ability": "agent-reasoning",
         "reward_model": {"ground_truth": recorded, "style": "rule"},
         "extra_info": {"conversations": recorded, "index": index, "split": split},
     }
 
 
-def rows(spec: EnvironmentSpec, split: str, n: int, seed: int) -> list[dict[str, Any]]:
-    """`n` rows of different items; an item that the oracle does not win is passed over."""
-    made: list[dict[str, Any]] = []
-    for item in shuffled_items(spec, split, seed):
-        if len(made) == n:
-            break
-        won = row(spec, item, len(made), split)
-        if won is not None:
-            made.append(won)
-    if len(made) < n:
-        raise TraceError(f"{spec.name} has {len(made)} winnable items in {split}: lower --n {n}")
-    return made
+def conversation_of(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """An episode as AgentGym writes conversations; only the agent's own turns have a loss."""
+    conversation = [
+        _agent(message.content, loss=False)
+        if message.role == "assistant"
+        else _human(message.content)
+        for message in trajectory.opening
+    ]
+    for number, turn in enumerate(trajectory.turns):
+        if number:
+            conversation.append(_human(trajectory.observations[number]))
+        conversation.append(_agent(turn.text, loss=True))
+    return conversation
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         made = rows(spec, options.split, options.n, options.seed)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.Table.from_pylist(made, schema=SCHEMA), options.out)
-    except (UnknownEnvironment, GameError, TraceError, OSError) as error:
+    except (UnknownEnvironment, GameError, TraceError, EnvironmentSetupError, OSError) as error:
         print(f"envs.traces: {error}", file=sys.stderr)
         return 2
     print(f"wrote {len(made)} episodes of {spec.name} to {options.out}")

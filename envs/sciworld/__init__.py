@@ -2,29 +2,10 @@
 
 from typing import Any, cast
 
-from envs.game import EnvironmentSpec, GameError, Move, Policy, Session, SessionRoute, Step
+from envs.game import EnvironmentSpec, GameError, Move, Policy, Session, SessionRoute
 from envs.sciworld.game import SciWorld
 from envs.sciworld.simulators import POOL, limit, missing
 from envs.sciworld.tasks import items, pair
-
-INSTRUCTION = """\
-You carry out a science task in a house with several rooms. Answer every observation with one \
-action. OBJ stands for an object as the observations name it:
-- look around, look at OBJ, look in OBJ, inventory, task
-- go OBJ (a place), open OBJ, close OBJ
-- pick up OBJ, put down OBJ, move OBJ to OBJ, pour OBJ in OBJ, dunk OBJ in OBJ, mix OBJ
-- activate OBJ, deactivate OBJ, use OBJ on OBJ, connect OBJ to OBJ, disconnect OBJ
-- read OBJ, eat OBJ, flush OBJ
-- focus on OBJ: tells that this is the object the task is about; a wrong focus ends the episode
-- wait (ten steps), wait1 (one step)
-When the simulator asks which of several things you mean, answer with the number alone.
-Your answer has this format:
-
-Thought:
-why you do it
-
-Action:
-the action"""
 
 
 def oracle(item: int) -> Policy:
@@ -112,10 +93,6 @@ def _task_description(session: Session) -> dict[str, str]:
     return {"task_description": _game(session).description}
 
 
-def _won(step: Step) -> bool:
-    return step.done and step.info.get("score", 0) >= 100
-
-
 SPEC = EnvironmentSpec(
     name="sciworld",
     health="This is environment ScienceWorld.",
@@ -123,7 +100,6 @@ SPEC = EnvironmentSpec(
     item_field="data_idx",
     new_game=SciWorld,
     items=items,
-    instruction=INSTRUCTION,
     oracle=oracle,
     reset_answer=_started,
     step_answer=_stepped,
@@ -137,6 +113,5 @@ SPEC = EnvironmentSpec(
         SessionRoute("/state", _state),
     ),
     max_sessions=limit(),
-    won=_won,
     requirements=missing,
 )

@@ -6,20 +6,6 @@ from envs.game import EnvironmentSpec, Move, Policy, Session
 from envs.sqlgym.game import SqlGame
 from envs.sqlgym.tasks import items, question
 
-INSTRUCTION = """\
-You answer questions about a database with SQL. The observation describes the tables of an SQLite \
-database and ends with a question. Answer with one SELECT statement whose result is exactly what \
-is asked for, with the columns in the order in which the question names them. You have one try.
-Your answer has this format:
-
-Thought:
-which tables and conditions you need
-
-Action:
-```sql
-the statement
-```"""
-
 
 def oracle(item: int) -> Policy:
     """A policy that knows the reference query of the item."""
@@ -29,10 +15,6 @@ def oracle(item: int) -> Policy:
         return Move(f'I need the rows that answer "{asked.text}"', asked.sql)
 
     return policy
-
-
-def _turn(move: Move) -> str:
-    return f"Thought:\n{move.thought}\n\nAction:\n```sql\n{move.action}\n```"
 
 
 def _started(session: Session) -> list[Any]:
@@ -56,9 +38,7 @@ SPEC = EnvironmentSpec(
     item_field="item_id",
     new_game=SqlGame,
     items=items,
-    instruction=INSTRUCTION,
     oracle=oracle,
     reset_answer=_started,
     step_answer=_stepped,
-    turn=_turn,
 )

@@ -9,24 +9,6 @@ from envs.textcraft.game import TextCraft
 from envs.textcraft.oracle import oracle
 from envs.textcraft.tasks import items, number_of_items, task
 
-INSTRUCTION = """\
-You craft an item in a world like Minecraft. The first observation lists crafting commands of the \
-form "craft [count] [item] using [ingredients]" and names the goal.
-Answer every observation with one action:
-- get [count] [item]: take an ingredient that no crafting command makes, e.g. get 2 oak logs
-- craft [count] [item] using [count] [ingredient], ...: use one of the listed commands once, with \
-the counts it gives, e.g. craft 4 oak planks using 1 oak logs
-- inventory: see what you carry
-Some commands are not needed. A generic ingredient such as "planks" stands for any kind of it: \
-name the kind you have, e.g. 2 oak planks.
-Your answer has this format:
-
-Thought:
-why you do it
-
-Action:
-the action"""
-
 
 class CreateBody(BaseModel):
     """What AgentGym's client sends with a create; the task comes from the item all the same."""
@@ -59,7 +41,6 @@ SPEC = EnvironmentSpec(
     item_field="data_idx",
     new_game=TextCraft,
     items=items,
-    instruction=INSTRUCTION,
     oracle=oracle,
     cheap=True,
     create_body=CreateBody,

@@ -8,24 +8,7 @@ from pydantic import BaseModel
 from envs.game import EnvironmentSpec, Move, Policy, Session
 from envs.weather.game import Weather
 from envs.weather.tasks import items, question
-from envs.weather.tools import CHECK, FINISH, TOOLS
-
-_TOOL_LIST = "\n".join(
-    f"- {tool.name}({', '.join(tool.arguments)}): {tool.about}" for tool in TOOLS.values()
-)
-INSTRUCTION = f"""\
-You answer questions about weather and places with the help of these actions. Dates are written \
-YYYY-MM-DD; temperatures are in Celsius, rain in millimetres, snow in centimetres.
-{_TOOL_LIST}
-- {CHECK}(): the names of all actions
-- {FINISH}(answer): give your answer, a string, a number or a list, and end
-Take coordinates from get_latitude_longitude, never from memory. Historical tools take days before \
-today, forecasts take days after it.
-The action and its input, a JSON object, come last in your answer, which has this format:
-
-Thought: why you do it
-
-Action: NAME with Action Input: JSON"""
+from envs.weather.tools import FINISH
 
 
 class CreateBody(BaseModel):
@@ -52,11 +35,7 @@ def _plan(item: int) -> Iterator[Move]:
 
 
 def _action(tool: str, arguments: dict[str, object]) -> str:
-    return f"Action: {tool} with Action Input: {json.dumps(arguments)}"
-
-
-def _turn(move: Move) -> str:
-    return f"Thought: {move.thought}\n\n{move.action}"
+    return f"{tool} with Action Input: {json.dumps(arguments)}"
 
 
 def _started(session: Session) -> str:
@@ -74,11 +53,9 @@ SPEC = EnvironmentSpec(
     item_field="id",
     new_game=Weather,
     items=items,
-    instruction=INSTRUCTION,
     oracle=oracle,
     create_body=CreateBody,
     create_item=lambda _, body: body.id,
     default_item=_same_item,
     reset_answer=_started,
-    turn=_turn,
 )

@@ -35,7 +35,6 @@ class Tool:
     """A tool with the names of its arguments; `answer` gets them checked, in this order."""
 
     name: str
-    about: str
     arguments: tuple[str, ...]
     answer: Callable[..., Any]
 
@@ -182,41 +181,29 @@ _TODAY = ("latitude", "longitude", "current_date")
 
 def _tools() -> list[Tool]:
     made = [
-        Tool(
-            "get_user_current_date",
-            "today's date for the user",
-            (),
-            lambda now: now.today.isoformat(),
-        ),
-        Tool("get_user_current_location", "the user's city", (), lambda now: now.home.name),
+        Tool("get_user_current_date", (), lambda now: now.today.isoformat()),
+        Tool("get_user_current_location", (), lambda now: now.home.name),
     ]
-    words = {"temp": "temperatures", "rain": "rainfall", "snow": "snowfall"}
-    for kind, what in {**words, "air_quality_index": "PM2.5 air quality index"}.items():
-        history = Tool(f"get_historical_{kind}", f"{what} of past days", _SPAN, _historical(kind))
-        today = Tool(f"get_current_{kind}", f"{what} of today", _TODAY, _current(kind))
-        made += [history, today]
-        if kind in words:
-            made.append(
-                Tool(f"get_{kind}_forecast", f"{what} of coming days", _SPAN, _forecast(kind))
-            )
+    for kind in ("temp", "rain", "snow", "air_quality_index"):
+        made.append(Tool(f"get_historical_{kind}", _SPAN, _historical(kind)))
+        made.append(Tool(f"get_current_{kind}", _TODAY, _current(kind)))
+        if kind != "air_quality_index":
+            made.append(Tool(f"get_{kind}_forecast", _SPAN, _forecast(kind)))
     return [
         *made,
-        Tool("get_latitude_longitude", "coordinates of a city", ("name",), _locate),
+        Tool("get_latitude_longitude", ("name",), _locate),
         Tool(
             "get_elevation",
-            "height above the sea in metres",
             ("latitude", "longitude"),
             lambda _, lat, lon: {"elevation": [elevation(lat, lon)]},
         ),
         Tool(
             "get_distance",
-            "kilometres between two places",
             ("latitude1", "longitude1", "latitude2", "longitude2"),
             lambda _, lat1, lon1, lat2, lon2: distance((lat1, lon1), (lat2, lon2)),
         ),
         Tool(
             "get_air_quality_level",
-            "the level of an index: good, fair, moderate, poor, very poor or extremely poor",
             ("air_quality_index",),
             lambda _, index: air_quality_level(index),
         ),

@@ -7,23 +7,6 @@ from envs.webshop.game import WebShop
 from envs.webshop.oracle import oracle
 from envs.webshop.tasks import GOALS, items
 
-INSTRUCTION = """\
-You shop online for what the instruction asks for. Every observation is a page; its parts are \
-separated by [SEP].
-Answer every observation with one action:
-- search[keywords]: only on the page with the search bar
-- click[value]: a button, a product by its code, or an option, as the page writes it, e.g. \
-click[back to search], click[next >], click[large], click[buy now]
-A product page leads to its description and features. Choose every option that the instruction \
-names before you buy. You can buy once, and the purchase is scored.
-Your answer has this format:
-
-Thought:
-why you do it
-
-Action:
-the action"""
-
 
 def _started(session: Session) -> list[Any]:
     return [session.current.observation, None]
@@ -45,7 +28,6 @@ SPEC = EnvironmentSpec(
     item_field="session_id",
     new_game=WebShop,
     items=items,
-    instruction=INSTRUCTION,
     oracle=oracle,
     default_item=lambda session: session.id % GOALS,
     reset_answer=_started,

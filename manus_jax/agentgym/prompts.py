@@ -119,7 +119,8 @@ PROMPTS: dict[str, EnvironmentPrompt] = {
         "You carry out a science task in a house with a kitchen, a workshop, a greenhouse and more "
         "rooms, connected by doors. The score grows with every part of the task that is done. "
         "Focus only on what the task tells you to focus on: a wrong focus ends it with a loss. "
-        "Name things as the observations name them.",
+        "Name things as the observations name them. When you are asked which of several things "
+        "you mean, answer with its number alone.",
         (
             "look around, look at [thing], look in [container], inventory, task",
             "open [thing], close [thing], activate [thing], deactivate [thing]",
@@ -196,7 +197,8 @@ PROMPTS: dict[str, EnvironmentPrompt] = {
     "sqlgym": EnvironmentPrompt(
         "You answer a question with one SQL query on a SQLite database. The observation describes "
         "the tables and asks the question. You have a single try; the rows your query returns are "
-        "compared with the right ones.",
+        "compared with the right ones, so select the columns in the order in which the question "
+        "names them.",
         ("one SQL query",),
         (
             Example(
@@ -271,8 +273,8 @@ PROMPTS: dict[str, EnvironmentPrompt] = {
         (
             "get_user_current_date(), get_user_current_location()",
             "get_latitude_longitude(name): of a city",
-            f"get_historical_temp, get_historical_rain, get_historical_snow({_DATES})",
-            f"get_temp_forecast, get_rain_forecast, get_snow_forecast({_DATES})",
+            f"get_historical_temp, get_historical_rain, get_historical_snow({_DATES}): past days",
+            f"get_temp_forecast, get_rain_forecast, get_snow_forecast({_DATES}): coming days",
             f"get_current_temp, get_current_rain, get_current_snow({_TODAY})",
             f"get_historical_air_quality_index({_DATES})",
             f"get_current_air_quality_index({_TODAY})",

@@ -6,6 +6,7 @@ loop, prompts and parsers as a model, with text in place of tokens.
 
 import random
 import re
+import threading
 from collections.abc import Callable, Sequence
 
 from envs.game import GameError
@@ -53,6 +54,10 @@ class TextPlayer:
 class OraclePolicy:
     """Plays what the environment's own oracle would; for the environments of `envs`."""
 
+    def __init__(self) -> None:
+        # What an environment computes once for all its items, many threads would compute at once.
+        self._lock = threading.Lock()
+
     def check(self, env: str, settings: RolloutSettings) -> None:
         if env not in EMBEDDED or load(env).oracle is None:
             raise ValueError(f"{env} has no oracle; those that may have one are {[*EMBEDDED]}")
@@ -62,16 +67,14 @@ class OraclePolicy:
         assert task.env is not None and task.item is not None
         spec = load(task.env)
         assert spec.oracle is not None
-        policy = spec.oracle(task.item)
-        parses_itself = environment(task.env).sends_text
+        with self._lock:
+            policy = spec.oracle(task.item)
 
         def reply(observations: Sequence[str]) -> str | None:
             try:
                 move = policy(observations[-1])
             except GameError:  # it has no way on from here
                 return None
-            if parses_itself:
-                return spec.turn(move)
             return part.action_format.render(move.thought, move.action)
 
         return TextPlayer(reply)

@@ -40,7 +40,7 @@ def test_the_oracle_wins_over_http(name: str) -> None:
         rewards = []
         while True:
             move = policy(view)
-            result = session.step(spec.turn(move) if row.sends_text else move.action)
+            result = session.step(move.action)
             view = result.observation
             rewards.append(result.reward)
             if result.done:

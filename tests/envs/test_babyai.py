@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from env_servers import Client
 from fingerprints import fingerprint, fingerprint_elsewhere
+from oracle_episodes import oracle_episode
 
 from envs.babyai import SPEC
 from envs.babyai.game import BabyAIGame
 from envs.babyai.levels import LEVELS, UNWINNABLE, item_of, new_level
 from envs.babyai.sight import look, reach
 from envs.game import GameError
-from envs.traces import play
 
 TRANSCRIPT = Path(__file__).parents[1] / "agentgym" / "transcripts" / "babyai.jsonl"
 
@@ -173,9 +173,9 @@ def test_things_are_numbered_from_the_nearest_on() -> None:
 
 @pytest.mark.parametrize("level", [name for name in LEVELS if name not in UNWINNABLE])
 def test_the_oracle_wins_every_level(level: str) -> None:
-    conversation, is_won = play(SPEC, item_of(level, 900))
-    assert is_won
-    assert len(conversation) < 2 * 100
+    steps = oracle_episode(SPEC, item_of(level, 900))
+    assert steps[-1].done and steps[-1].reward > 0
+    assert len(steps) < 100
 
 
 def test_splits_are_disjoint_and_leave_out_what_nobody_can_win() -> None:

@@ -69,7 +69,6 @@ def spec_of(family: str, game: type[Echo], **changes: Any) -> EnvironmentSpec:
         item_field="data_idx" if family == "id" else "item_id",
         new_game=game,
         items=fixed_splits(range(5), range(5, 10)),
-        instruction="Say something.",
     )
     return replace(spec, **changes)
 

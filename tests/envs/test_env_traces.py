@@ -10,6 +10,7 @@ import pytest
 
 from envs.registry import load
 from envs.traces import main
+from manus_jax.agentgym.prompts import PROMPTS
 
 # The schema of OpenManus-RL's textcraft-train.parquet, as pyarrow prints it.
 OPENMANUS_COLUMNS = {
@@ -46,17 +47,17 @@ def test_traces_have_openmanus_columns_and_replay_to_a_win(name: str, tmp_path: 
         assert json.loads(row["reward_model"]["ground_truth"]) == conversation
         assert json.loads(row["extra_info"]["conversations"]) == conversation
         assert (row["extra_info"]["index"], row["extra_info"]["split"]) == (index, "train")
-        assert [turn["from"] for turn in conversation] == ["human", "gpt"] * (
-            len(conversation) // 2
-        )
-        losses = [turn["loss"] for turn in conversation]
-        assert losses == [None, False, *[None, True] * (len(losses) // 2 - 1)]
-        assert conversation[0]["value"] == spec.instruction == row["prompt"][0]["content"]
+        turns = len(conversation) // 2
+        assert [turn["from"] for turn in conversation] == ["human", "gpt"] * turns
+        assert [turn["loss"] for turn in conversation] == [None, True] * turns
+        [prompt] = row["prompt"]
+        assert prompt["role"] == "user" and PROMPTS[name].instruction in prompt["content"]
         game = spec.new_game()
-        assert game.reset(item) == conversation[2]["value"]
-        for agent, human in zip(conversation[3::2], conversation[4::2], strict=False):
+        assert conversation[0]["value"] == f"{prompt['content']}\n\n{game.reset(item)}"
+        for agent, human in zip(conversation[1::2], conversation[2::2], strict=False):
             assert game.step(action_of(agent["value"])).observation == human["value"]
-        assert spec.won(game.step(action_of(conversation[-1]["value"])))
+        last = game.step(action_of(conversation[-1]["value"]))
+        assert last.done and last.reward == 1
 
 
 def test_the_seed_chooses_the_items(tmp_path: Path) -> None:

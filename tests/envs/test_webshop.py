@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from env_servers import Client
 from fingerprints import fingerprint, fingerprint_elsewhere
+from oracle_episodes import oracle_episode
 
 from envs.game import GameError
-from envs.traces import play
 from envs.webshop import SPEC
 from envs.webshop.catalogue import MAX_RESULTS, Product, by_asin, products, search
 from envs.webshop.game import WebShop
@@ -151,8 +151,8 @@ def test_options_of_one_product_are_forgotten_at_the_next() -> None:
 
 def test_the_oracle_wins_on_the_test_split() -> None:
     for item in SPEC.items("test")[::10]:
-        conversation, won = play(SPEC, item)
-        assert won and len(conversation) <= 2 + 2 * 10
+        steps = oracle_episode(SPEC, item)
+        assert steps[-1].done and steps[-1].reward == 1 and len(steps) <= 10
 
 
 def test_splits_are_disjoint_in_items_and_in_goals() -> None:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from envs.game import react_turn
 from envs.registry import load
 from manus_jax.agentgym.prompts import PROMPTS
+from manus_jax.agentgym.table import environment
 from manus_jax.chat import END_OF_TURN, START_OF_TURN, train_tokenizer
 from manus_jax.dataset import Task
+from manus_jax.rollout.actions import FORMATS, format_for
 from manus_jax.rollout.engine import EngineError, Generation, Request
 from manus_jax.rollout.trajectory import EpisodeSpec
 
@@ -24,7 +25,8 @@ Script = Callable[[Request, str], str]
 
 def small_tokenizer() -> Any:
     texts = [part for prompt in PROMPTS.values() for part in (prompt.instruction, *prompt.actions)]
-    texts += [react_turn(load("maze").oracle(3)("current position is at position 5, 5"))] * 3
+    move = load("maze").oracle(3)("current position is at position 5, 5")
+    texts += [FORMATS["react"].render(move.thought, move.action)] * 3
     return train_tokenizer(texts, 700)
 
 
@@ -43,7 +45,8 @@ def oracle() -> Script:
         key = f"{episode}/{attempt}"
         if key not in policies:
             policies[key] = load(env).oracle(int(item))
-        return load(env).turn(policies[key](observation))
+        move = policies[key](observation)
+        return format_for(environment(env)).render(move.thought, move.action)
 
     return script
 
