@@ -6,14 +6,14 @@ start, the weights, and last the engine.
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from envs import registry
+from envs.traces import conversation_of
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.settings import open_environments
 from manus_jax.algorithms.corrections import get_correction
@@ -31,12 +31,15 @@ from manus_jax.rewards import RewardSettings
 from manus_jax.rollout.dialogue import EngineAgent
 from manus_jax.rollout.engine import Sampling
 from manus_jax.rollout.jax_engine import JaxEngine
+from manus_jax.rollout.policies import OraclePolicy
 from manus_jax.rollout.prompts import PromptSettings
+from manus_jax.rollout.runner import run_episodes
 from manus_jax.rollout.settings import RolloutSettings
+from manus_jax.rollout.trajectory import episode_specs, trajectories
 from manus_jax.runtime import policy_source, supervised
 from manus_jax.runtime.checkpoints import Checkpoints
 from manus_jax.runtime.policy_source import PolicySource
-from manus_jax.runtime.run_directory import RunDirectory
+from manus_jax.runtime.run_directory import RunDirectory, write_atomically
 from manus_jax.runtime.training import Trainer
 from manus_jax.settings import (
     AlgorithmSettings,
@@ -54,6 +57,7 @@ from manus_jax.settings import (
     WarmStartSettings,
 )
 
+Sources = list[tuple[str, list[Task], float]]
 _RECIPE_FIELDS = (
     "gamma",
     "lam",
@@ -141,7 +145,7 @@ def split_tasks(env: str, split: str) -> list[Task]:
 
 def read_task_sources(
     data: DataSettings, env: EnvSettings, val_tasks: int
-) -> tuple[list[tuple[str, list[Task], float]], list[Task]]:
+) -> tuple[Sources, list[Task]]:
     """Weighted sources of training tasks, and the fixed panel of held-out ones."""
     if data.val_files:
         held_out = read_tasks(data.val_files)
@@ -189,22 +193,29 @@ def _check_sizes(config: TrainConfig, recipe: Recipe) -> None:
         )
 
 
-def warm_start(config: TrainConfig, directory: RunDirectory) -> Path:
-    """Fine-tunes on oracle episodes of the training tasks; the Hugging Face directory it makes."""
-    from envs import traces
+def warm_start(
+    config: TrainConfig, directory: RunDirectory, sources: Sources, pool: EnvironmentPool
+) -> Path:
+    """Fine-tunes on oracle episodes of the training tasks; the Hugging Face directory it makes.
 
+    The oracle plays through the same prompts and formats that the model will meet.
+    """
     settings = config.warm_start
     folder = directory.path / "warm_start"
-    files = []
-    for env in config.env.names:
-        path = folder / f"{env}.parquet"
-        if not path.exists():
-            made = traces.rows(registry.load(env), "train", settings.traces, config.train.seed)
-            path.parent.mkdir(exist_ok=True)
-            work = path.with_suffix(".tmp")
-            pq.write_table(pa.Table.from_pylist(made, schema=traces.SCHEMA), work)
-            work.replace(path)
-        files.append(str(path))
+    folder.mkdir(exist_ok=True)
+    traces = folder / "traces.jsonl"
+    if not traces.exists():
+        tasks = Mixture(sources, config.train.seed).next_batch(settings.traces)
+        rollout = make_rollout(config.rollout, config.train.seed)
+        played = run_episodes(episode_specs(tasks), OraclePolicy(), pool, rollout)
+        won = [t for t in trajectories(played) if t.success]
+        if not won:
+            raise ConfigError("the oracle won no training task within the limits of rollout.*")
+        lines = (
+            json.dumps({"item_id": t.task.item_id, "conversations": conversation_of(t)}) + "\n"
+            for t in won
+        )
+        write_atomically(traces, "".join(lines))
     sft = SftSettings(
         run_dir=str(folder),
         total_steps=settings.steps,
@@ -221,7 +232,7 @@ def warm_start(config: TrainConfig, directory: RunDirectory) -> Path:
         min_lr_ratio=0.1,
     )
     data = dataclasses.replace(
-        config.data, train_files=tuple(files), train_weights=(), val_files=(), overlong="cut"
+        config.data, train_files=(str(traces),), train_weights=(), val_files=(), overlong="cut"
     )
     supervised.run(
         supervised.SftConfig(
@@ -253,7 +264,7 @@ def open_trainer(config: TrainConfig, operative_config: str) -> Iterator[Trainer
         pool = stack.enter_context(open_environments(servers, config.env.servers_per_env))
         path = config.model.path
         if config.warm_start.steps:
-            path = str(warm_start(config, directory))
+            path = str(warm_start(config, directory, sources, pool))
         assert path is not None
         source = policy_source.from_path(Path(path)).keep_card(directory.model)
         policy, critic, reference, lr = _learners(config, recipe, source, mesh)
@@ -338,9 +349,6 @@ def validate(
     agent: EngineAgent, pool: EnvironmentPool, panel: Sequence[Task], settings: RolloutSettings
 ) -> dict[str, float]:
     """Success and score on the fixed panel, by environment."""
-    from manus_jax.rollout.runner import run_episodes
-    from manus_jax.rollout.trajectory import episode_specs, trajectories
-
     outcomes = run_episodes(episode_specs(panel, 1, "val/"), agent, pool, settings)
     metrics: dict[str, float] = {}
     for env in sorted({t.env for t in panel if t.env}):
