@@ -6,13 +6,17 @@ Everything else propagates with its traceback, because it is ours.
 import sys
 from collections.abc import Callable
 
+from manus_jax.agentgym.failures import EnvironmentSetupError
 from manus_jax.chat import ChatTemplateError, ConversationError
 from manus_jax.config import ConfigError
 from manus_jax.dataset import DatasetError
 from manus_jax.learner.mesh import MeshError
 from manus_jax.learner.packing import PackingError
 from manus_jax.models.architecture import ModelError
+from manus_jax.rewards import RewardError
+from manus_jax.rollout.engine import EngineError
 from manus_jax.runtime.checkpoints import CheckpointError
+from manus_jax.runtime.evaluation import EvaluationError
 from manus_jax.runtime.run_directory import RunDirectoryError
 
 USER_ERRORS = (
@@ -21,20 +25,27 @@ USER_ERRORS = (
     ConfigError,
     ConversationError,
     DatasetError,
+    EngineError,
+    EnvironmentSetupError,
+    EvaluationError,
     MeshError,
     ModelError,
     PackingError,
+    RewardError,
     RunDirectoryError,
 )
 
 
-def run(main: Callable[[list[str]], None]) -> None:
-    """Runs a command on the program's arguments."""
+def run(
+    main: Callable[[list[str]], None],
+    interrupted: str = "the same command goes on from the last checkpoint",
+) -> None:
+    """Runs a command on the program's arguments; `interrupted` is what Ctrl-C leaves behind."""
     try:
         main(sys.argv[1:])
     except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        print(f"interrupted; {interrupted}", file=sys.stderr)
         sys.exit(130)

@@ -243,3 +243,28 @@ class TrainSettings:
         positive = ("total_steps", "batch_size", "group_size", "save_freq", "test_freq")
         for name in (*positive, "keep_checkpoints", "val_tasks", "turns_schedule_steps"):
             _require(getattr(self, name) > 0, f"train.{name} = {getattr(self, name)}: at least 1")
+
+
+@settings("evaluate")
+class EvaluateSettings:
+    """A fixed panel of tasks, and the policies that play it."""
+
+    policies: tuple[str, ...] = ()
+    """"oracle", "random", or a path: a Hugging Face directory, a run, a checkpoint of one."""
+    out_dir: str = ""
+    tasks_per_env: int = 50  # at most; a larger panel contains the smaller one
+    split: Literal["train", "test"] = "test"  # of embedded environments; the others have no splits
+    task_files: tuple[str, ...] = ()  # tasks from files, in their order, in place of the split's
+    samples: int = 1  # episodes per task: the k of avg@k and pass@k
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        kinds = "'oracle', 'random', or the path of a model"
+        _require(bool(self.policies), f"evaluate.policies names no policy: a list of {kinds}")
+        twice = next((p for p in self.policies if self.policies.count(p) > 1), None)
+        _require(twice is None, f"evaluate.policies names {twice!r} twice")
+        _require(bool(self.out_dir), "evaluate.out_dir is not set: where shall the results go?")
+        for name in ("tasks_per_env", "samples"):
+            _require(
+                getattr(self, name) > 0, f"evaluate.{name} = {getattr(self, name)}: at least 1"
+            )

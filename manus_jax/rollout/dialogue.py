@@ -58,6 +58,13 @@ class Voice:
         with self._lock:
             return self._chat.extend(sampled, [Message("user", text)])
 
+    def check(self, env: str, settings: RolloutSettings) -> None:
+        """ChatTemplateError for a template that cannot write the turns of this environment."""
+        action_format = format_for(environment(env), settings.action_format)
+        first = opening(Task(env, 0, f"{env}_0"), action_format, settings.prompt)
+        self.start(first.messages("An observation."))
+        self.extend((), "An observation.")
+
     def decode(self, ids: Sequence[int]) -> str:
         with self._lock:
             return self._tokenizer.decode(
@@ -122,10 +129,7 @@ class EngineAgent:
 
     def check(self, env: str, settings: RolloutSettings) -> None:
         """A model plays everything that its chat template can write."""
-        action_format = format_for(environment(env), settings.action_format)
-        first = opening(Task(env, 0, f"{env}_0"), action_format, settings.prompt)
-        self._voice.start(first.messages("An observation."))
-        self._voice.extend((), "An observation.")
+        self._voice.check(env, settings)
 
     def player(self, part: Part) -> "Dialogue":
         return Dialogue(self._engine, self._voice, part)

@@ -38,13 +38,15 @@ _SCALARS = (
 
 
 def write_trajectories(
-    directory: str | os.PathLike[str], step: int, outcomes: Sequence[Outcome]
+    directory: str | os.PathLike[str], name: int | str, outcomes: Sequence[Outcome]
 ) -> Path:
-    """Writes `directory/<step>.jsonl`, whole or not at all, and returns its path.
+    """Writes `directory/<name>.jsonl`, whole or not at all, and returns its path.
+
+    In training, the name is the number of the step.
 
     Of a task, what names it and its ground truth are kept, not its reference conversation.
     """
-    path = Path(directory) / f"{step}.jsonl"
+    path = Path(directory) / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     with work.open("w", encoding="utf-8") as file:

@@ -19,6 +19,10 @@ from manus_jax.runtime.estimates import Estimate, average, ks_up_to, pass_at_k, 
 from manus_jax.runtime.panels import Panel
 
 
+class EvaluationError(RuntimeError):
+    """A policy of which no episode could be played."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """The episodes of one environment, or of all.
@@ -122,7 +126,9 @@ def summarize(outcomes: Sequence[Outcome], samples: int) -> Summary:
     for trajectory in played:
         by_task[trajectory.group_id].append(trajectory)
     counts = [(len(task), sum(t.success for t in task)) for task in by_task.values()]
-    pass_at = {k: share([pass_at_k(n, c, k) for n, c in counts if n >= k]) for k in ks_up_to(samples)}
+    pass_at = {
+        k: share([pass_at_k(n, c, k) for n, c in counts if n >= k]) for k in ks_up_to(samples)
+    }
     failed = collections.Counter(o.kind for o in outcomes if isinstance(o, FailedEpisode))
     turns = [turn for trajectory in played for turn in trajectory.turns]
     episodes = max(1, len(played))

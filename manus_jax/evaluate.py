@@ -1,0 +1,30 @@
+"""`python -m manus_jax.evaluate --gin_file=configs/evaluate_textcraft.gin`: policies on a panel."""
+
+from rich.console import Console
+
+from manus_jax import command, config
+from manus_jax.runtime import comparison
+from manus_jax.runtime.comparison_table import comparison_table
+from manus_jax.settings import EngineSettings, EnvSettings, EvaluateSettings, RolloutGroup
+
+
+def main(arguments: list[str]) -> None:
+    parser = config.argument_parser("evaluate", "Plays a fixed panel of tasks with policies.")
+    args = parser.parse_args(arguments)
+    config.parse(args.gin_file, args.gin_param)
+    classes: list[type] = [EvaluateSettings, EnvSettings, RolloutGroup, EngineSettings]
+    evaluate, env, rollout, engine = config.build(*classes)
+    config.refuse_unread(classes)
+    results = comparison.run(
+        comparison.EvaluateConfig(evaluate, env, rollout, engine), config.operative_config()
+    )
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    console.print(comparison_table(results, evaluate.samples))
+    print(f"results                  {evaluate.out_dir}/evaluation.json")
+    comparison.refuse_unplayed(results)
+
+
+if __name__ == "__main__":
+    command.run(main, interrupted="what was not finished is lost")

@@ -1,0 +1,265 @@
+"""Several policies on one panel: models beside the oracle, the score to reach, and chance.
+
+The one idea: everything that can be wrong with any of the policies, the panel or the servers is
+found before the first episode. Then the policies play one after the other against the same
+servers, and what is known after each of them is on disk.
+"""
+
+import contextlib
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from manus_jax.agentgym.pool import EnvironmentPool
+from manus_jax.agentgym.settings import open_environments
+from manus_jax.agentgym.table import environment
+from manus_jax.config import ConfigError
+from manus_jax.models.architecture import ModelError
+from manus_jax.rollout.actions import format_for
+from manus_jax.rollout.dialogue import EngineAgent, Voice
+from manus_jax.rollout.jax_engine import JaxEngine
+from manus_jax.rollout.player import Agent
+from manus_jax.rollout.policies import OraclePolicy, RandomPolicy
+from manus_jax.rollout.settings import RolloutSettings
+from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory
+from manus_jax.rollout.trajectory_files import write_trajectories
+from manus_jax.runtime import policy_source
+from manus_jax.runtime.assembly import make_rollout
+from manus_jax.runtime.evaluation import EvaluationError, EvaluationResult, evaluate_policy
+from manus_jax.runtime.panels import Panel, listed_tasks, served_tasks, split_tasks
+from manus_jax.runtime.progress import ProgressLine
+from manus_jax.runtime.run_directory import write_atomically
+from manus_jax.settings import EngineSettings, EnvSettings, EvaluateSettings, RolloutGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig:
+    evaluate: EvaluateSettings
+    env: EnvSettings
+    rollout: RolloutGroup
+    engine: EngineSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """A policy by name. `open()` makes its agent, for the length of a block."""
+
+    name: str
+    check: Callable[[str, RolloutSettings], None]
+    open: Callable[[], contextlib.AbstractContextManager[Agent]]
+
+    @property
+    def file_name(self) -> str:
+        return re.sub(r"[^\w.-]+", "-", self.name).strip("-.") or "policy"
+
+
+def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationResult]:
+    """Plays the panel with every policy; writes evaluation.json and trajectories/."""
+    evaluate, env = config.evaluate, config.env
+    rollout = make_rollout(config.rollout, evaluate.seed)
+    _check_rollout(env.names, rollout)
+    panel = make_panel(evaluate, env)
+    slots = min(config.engine.slots, rollout.max_in_flight, len(panel.specs()))
+    contestants = [contestant(name, config, slots) for name in evaluate.policies]
+    _check_contestants(contestants, panel, rollout)
+    out_dir = _make_directory(evaluate.out_dir, operative_config)
+
+    results: dict[str, EvaluationResult] = {}
+    record = _heading(config, panel)
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(_environments(env))
+        total = len(contestants) * len(panel.specs())
+        line = stack.enter_context(ProgressLine("evaluate", total))
+        for one in contestants:
+            began = time.monotonic()
+            done = len(results) * len(panel.specs())
+            result = _play(one, pool, panel, rollout, slots, line, done)
+            results[one.name] = result
+            path = write_trajectories(out_dir / "trajectories", one.file_name, result.outcomes)
+            record["policies"][one.name] = {
+                "trajectories": str(path.relative_to(out_dir)),
+                "seconds": round(time.monotonic() - began, 3),
+                "overall": result.overall.record(),
+                "environments": {e: s.record() for e, s in result.environments.items()},
+            }
+            write_atomically(out_dir / "evaluation.json", json.dumps(record, indent=1) + "\n")
+    return results
+
+
+def refuse_unplayed(results: Mapping[str, EvaluationResult]) -> None:
+    """EvaluationError for a policy all of whose episodes failed."""
+    for name, result in results.items():
+        first = next((o for o in result.outcomes if isinstance(o, FailedEpisode)), None)
+        if first is not None and not result.overall.episodes:
+            raise EvaluationError(
+                f"{name}: all {len(result.outcomes)} episodes failed, the first with "
+                f"{first.kind}: {first.error}"
+            )
+
+
+def make_panel(evaluate: EvaluateSettings, env: EnvSettings) -> Panel:
+    """The tasks of every environment, from files, splits or AgentGym's ranges."""
+    count = evaluate.tasks_per_env
+    if evaluate.task_files:
+        return Panel(tuple(listed_tasks(evaluate.task_files, env.names, count)), evaluate.samples)
+    tasks = [
+        task
+        for name in env.names
+        for task in (
+            served_tasks(name, count)
+            if name in env.urls
+            else split_tasks(name, evaluate.split, count)
+        )
+    ]
+    return Panel(tuple(tasks), evaluate.samples)
+
+
+def contestant(name: str, config: EvaluateConfig, slots: int) -> Contestant:
+    """The oracle, chance, or the model at a path, whose files are checked and not yet loaded."""
+    agent: Agent
+    if name == "oracle":
+        agent = OraclePolicy()
+        return Contestant(name, agent.check, lambda: contextlib.nullcontext(agent))
+    if name == "random":
+        agent = RandomPolicy(config.evaluate.seed)
+        return Contestant(name, agent.check, lambda: contextlib.nullcontext(agent))
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        raise ConfigError(
+            f"evaluate.policies: {name!r} is neither 'oracle' nor 'random' nor a directory that "
+            "exists (a Hugging Face directory, a run, or a checkpoint of one)"
+        )
+    if config.evaluate.samples > 1 and config.rollout.temperature == 0:
+        raise ConfigError(
+            f"evaluate.samples = {config.evaluate.samples} and rollout.temperature = 0: greedy "
+            "episodes of a task are all the same; set samples to 1, or a temperature"
+        )
+    source = policy_source.from_path(path)
+    length, positions = config.rollout.max_total_tokens, source.card.architecture.max_positions
+    if length > positions:
+        raise ModelError(
+            f"rollout.max_total_tokens = {length} is beyond the {positions} positions of {name}"
+        )
+    return Contestant(
+        name, Voice(source.tokenizer).check, lambda: _playing(source, config, slots, length)
+    )
+
+
+@contextlib.contextmanager
+def _playing(
+    source: policy_source.PolicySource, config: EvaluateConfig, slots: int, length: int
+) -> Iterator[Agent]:
+    """A model in an engine of its own, gone with the block."""
+    engine = JaxEngine(
+        source.card.architecture,
+        source.load(None),
+        slots=slots,
+        max_length=length,
+        decode=source.tokenizer.decode,
+        dtype=config.engine.dtype,
+        max_steps=config.engine.max_steps,
+    )
+    try:
+        yield EngineAgent(engine, source.tokenizer)
+    finally:
+        engine.close()
+
+
+def _play(
+    one: Contestant,
+    pool: EnvironmentPool,
+    panel: Panel,
+    rollout: RolloutSettings,
+    slots: int,
+    line: ProgressLine,
+    done: int,
+) -> EvaluationResult:
+    """One policy's turn; `done` episodes of others are on the progress line already."""
+    won = played = ended = 0
+    label = Path(one.name).name
+
+    def on_done(index: int, outcome: Outcome) -> None:
+        nonlocal won, played, ended
+        ended += 1
+        if isinstance(outcome, Trajectory):
+            played, won = played + 1, won + outcome.success
+        line.update(
+            done + ended,
+            {f"{label} success": won / max(1, played), "failed": float(ended - played)},
+        )
+
+    # As many as the engine keeps: a stream that is evicted between turns is computed twice.
+    settings = dataclasses.replace(rollout, max_in_flight=slots)
+    with one.open() as agent:
+        return evaluate_policy(agent, pool, panel, settings, on_done)
+
+
+def _check_rollout(envs: Sequence[str], rollout: RolloutSettings) -> None:
+    for env in envs:
+        try:
+            row = environment(env)
+        except ValueError as error:
+            raise ConfigError(f"env.names: {error}") from None
+        try:
+            format_for(row, rollout.action_format)
+        except ValueError as error:
+            raise ConfigError(f"rollout.action_format: {error}") from None
+    how = rollout.sampling
+    if how.temperature < 0 or how.top_k < 0 or not 0 < how.top_p <= 1:
+        raise ConfigError(
+            f"rollout.temperature = {how.temperature:g} and rollout.top_k = {how.top_k} must not "
+            f"be negative, rollout.top_p = {how.top_p:g} must be above 0 and at most 1"
+        )
+
+
+def _check_contestants(
+    contestants: Sequence[Contestant], panel: Panel, rollout: RolloutSettings
+) -> None:
+    names = [one.file_name for one in contestants]
+    for one in contestants:
+        if names.count(one.file_name) > 1:
+            raise ConfigError(
+                f"evaluate.policies: the trajectories of {one.name!r} and of another policy would "
+                f"both be written to {one.file_name}.jsonl; write one of the paths differently"
+            )
+        for env in panel.environments:
+            try:
+                one.check(env, rollout)
+            except ValueError as error:
+                raise ConfigError(f"evaluate.policies: {one.name}: {error}") from None
+
+
+@contextlib.contextmanager
+def _environments(env: EnvSettings) -> Iterator[EnvironmentPool]:
+    servers = {name: env.urls.get(name, "embedded") for name in env.names}
+    with contextlib.ExitStack() as stack:
+        try:
+            pool = stack.enter_context(open_environments(servers, env.servers_per_env))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"env.urls: {error}") from None
+        yield pool
+
+
+def _make_directory(path: str, operative_config: str) -> Path:
+    out_dir = Path(path).expanduser()
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(out_dir / "config.gin", operative_config)
+    except OSError as error:
+        raise ConfigError(f"evaluate.out_dir {out_dir} cannot be written: {error}") from None
+    return out_dir
+
+
+def _heading(config: EvaluateConfig, panel: Panel) -> dict[str, Any]:
+    items = {env: [t.item for t in panel.tasks if t.env == env] for env in panel.environments}
+    return {
+        "samples": panel.samples,
+        "seed": config.evaluate.seed,
+        "rollout": dataclasses.asdict(config.rollout),
+        "policies": {},
+        "items": items,
+    }
