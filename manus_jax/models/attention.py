@@ -89,12 +89,18 @@ def causal_segment_mask(segment_ids: jax.Array, start: int, stop: int) -> jax.Ar
 
 
 def _softmax_block(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """`q` [rows, queries, kv_heads, group, dim], `k`/`v` [rows, keys, kv_heads, dim]."""
+    """`q` [rows, queries, kv_heads, group, dim], `k`/`v` [rows, keys, kv_heads, dim].
+
+    Queries are the minor axis of the scores: XLA's CPU back end reduces over keys in vectors then,
+    and one number at a time otherwise.
+    """
     scale = q.shape[-1] ** -0.5
-    scores = jnp.einsum("bqhgd,bkhd->bhgqk", q * scale, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[:, None, None], scores, NEGATIVE)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v)
+    scores = jnp.einsum("bqhgd,bkhd->bhgkq", q * scale, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask.swapaxes(1, 2)[:, None, None], scores, NEGATIVE)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-2, keepdims=True)))
+    total = weights.sum(axis=-2).transpose(0, 3, 1, 2)[..., None]
+    out = jnp.einsum("bhgkq,bkhd->bqhgd", weights.astype(v.dtype), v)
+    return (out / total).astype(v.dtype)
 
 
 def _splash(

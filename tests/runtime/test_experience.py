@@ -17,7 +17,7 @@ GRPO = dataclasses.replace(get_recipe("grpo"), kl_placement="none", kl_coef=0.0)
 
 
 def episode(group, reward, pieces=((2, 3), (1, 2)), segments=1, name=""):
-    """`pieces` are (observation tokens, agent tokens) per turn; two segments fork after turn one."""
+    """`pieces`: (observation tokens, agent tokens) per turn; two segments fork after turn one."""
     turns, rows, streams = [], [[]], []
     for number, (given, said) in enumerate(pieces):
         if number and segments == 2:
