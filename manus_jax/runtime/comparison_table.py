@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from rich.markup import escape
 from rich.table import Table
 
 from manus_jax.runtime.estimates import Estimate
@@ -23,7 +24,7 @@ def comparison_table(results: Mapping[str, EvaluationResult], samples: int) -> T
         if len(rows) > 1:
             rows["all"] = result.overall
         for number, (env, summary) in enumerate(rows.items()):
-            shown = policy if number == 0 else ""
+            shown = escape(policy) if number == 0 else ""
             table.add_row(shown, env, *_cells(summary, samples), end_section=env == [*rows][-1])
     return table
 

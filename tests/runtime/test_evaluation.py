@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from manus_jax import command, evaluate
+from manus_jax import command, convert, evaluate
+from manus_jax.agentgym.processes import ServerProcess
 from manus_jax.agentgym.prompts import PROMPTS
 from manus_jax.agentgym.settings import open_environments
 from manus_jax.chat import ChatStream, Message
@@ -222,15 +224,34 @@ def test_a_model_plays_and_its_tokens_and_log_probs_are_exact(model: Path, tmp_p
 
 
 def test_greedy_evaluation_twice_is_the_same_to_the_token(model: Path, tmp_path: Path) -> None:
-    def tokens(folder: str, *more: str) -> list[list[int]]:
-        out = tmp_path / folder
-        evaluate.main(arguments(out, [str(model)], *MODEL, "rollout.temperature = 0", *more))
-        [name] = [path.stem for path in (out / "trajectories").iterdir()]
-        return [t.segments[0].token_ids.tolist() for t in played(out, name)]
+    """Once from the Hugging Face directory, once from a checkpoint of it, as one command."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    convert.main(["from-hf", "--hf", str(model), "--out", str(run)])
+    policies = [str(model), str(run)]
+    evaluate.main(arguments(out, policies, *MODEL, "rollout.temperature = 0"))
+    record = json.loads((out / "evaluation.json").read_text())["policies"]
+    assert list(record) == policies
+    first, second = (
+        [t.segments[0].token_ids.tolist() for t in trajectories(list(read_trajectories(path)))]
+        for path in (out / record[policy]["trajectories"] for policy in policies)
+    )
+    assert len(first) == 3 and first == second
 
-    first = tokens("first")
-    assert first == tokens("second", "evaluate.seed = 9")
-    assert len(first) == 3
+
+def test_servers_that_run_elsewhere_are_played_over_agentgyms_items(tmp_path: Path) -> None:
+    server = ServerProcess("maze")
+    try:
+        while server.url is None:
+            assert server.exit_status is None, server.tail
+            time.sleep(0.05)
+        params = ("env.names = ['maze']", f"env.urls = {{'maze': ['{server.url}']}}")
+        evaluate.main(arguments(tmp_path, ["oracle"], *params, "evaluate.tasks_per_env = 4"))
+    finally:
+        server.kill()
+        server.wait(5)
+    record = json.loads((tmp_path / "evaluation.json").read_text())
+    assert len(record["items"]["maze"]) == 4 and max(record["items"]["maze"]) < 25
+    assert record["policies"]["oracle"]["overall"]["success_rate"]["value"] == 1.0
 
 
 # Mistakes.
