@@ -7,15 +7,13 @@ start, the weights, and last the engine.
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
-from envs import registry
 from envs.traces import conversation_of
 from manus_jax.agentgym.pool import EnvironmentPool
-from manus_jax.agentgym.settings import open_environments
 from manus_jax.algorithms.corrections import get_correction
 from manus_jax.algorithms.recipes import Recipe, get_recipe, policy_loss
 from manus_jax.config import ConfigError
@@ -29,15 +27,14 @@ from manus_jax.learner.update import check_rows
 from manus_jax.models.transformer import Critic, Transformer, abstract_model, critic_from_policy
 from manus_jax.rewards import RewardSettings
 from manus_jax.rollout.dialogue import EngineAgent
-from manus_jax.rollout.engine import Sampling
-from manus_jax.rollout.jax_engine import JaxEngine
 from manus_jax.rollout.policies import OraclePolicy
-from manus_jax.rollout.prompts import PromptSettings
 from manus_jax.rollout.runner import run_episodes
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import episode_specs, trajectories
 from manus_jax.runtime import policy_source, supervised
 from manus_jax.runtime.checkpoints import Checkpoints
+from manus_jax.runtime.evaluation import evaluate_policy
+from manus_jax.runtime.panels import Panel, listed_tasks, make_panel, split_tasks
+from manus_jax.runtime.playing import check_play, make_rollout, open_engine, open_servers
 from manus_jax.runtime.policy_source import PolicySource
 from manus_jax.runtime.run_directory import RunDirectory, write_atomically
 from manus_jax.runtime.training import Trainer
@@ -110,68 +107,21 @@ def make_recipe(settings: AlgorithmSettings) -> Recipe:
     return recipe
 
 
-def make_rollout(
-    group: RolloutGroup, seed: int, temperature: float | None = None
-) -> RolloutSettings:
-    """How episodes are played; `temperature` overrides the group's."""
-    try:
-        return RolloutSettings(
-            seed=seed,
-            max_turns=group.max_turns,
-            sampling=Sampling(
-                temperature=group.temperature if temperature is None else temperature,
-                top_p=group.top_p,
-                top_k=group.top_k,
-                max_tokens=group.max_tokens_per_turn,
-            ),
-            max_total_tokens=group.max_total_tokens,
-            max_observation_tokens=group.max_observation_tokens,
-            memory_turns=group.memory_turns,
-            action_format=group.action_format,
-            prompt=PromptSettings(source=group.prompt_source),
-            invalid_action_penalty=group.invalid_action_penalty,
-            generation_timeout=group.generation_timeout,
-            max_in_flight=group.max_in_flight,
-        )
-    except ValueError as error:
-        raise ConfigError(f"rollout: {error}") from None
-
-
-def split_tasks(env: str, split: str) -> list[Task]:
-    """The tasks of one split of an environment that is served here."""
-    items = registry.load(env).items(split)
-    return [Task(env, item, f"{env}_{item}") for item in items]
-
-
 def read_task_sources(
     data: DataSettings, env: EnvSettings, val_tasks: int
-) -> tuple[Sources, list[Task]]:
+) -> tuple[Sources, Panel]:
     """Weighted sources of training tasks, and the fixed panel of held-out ones."""
-    if data.val_files:
-        held_out = read_tasks(data.val_files)
-    else:
-        held_out = [t for name in env.names for t in split_tasks(name, "test")]
-    panel: list[Task] = []
-    for name in env.names:
-        mine = [t for t in held_out if t.env == name]
-        # Evenly over the split: neighbours are often alike.
-        stride = max(1, len(mine) // val_tasks)
-        panel += mine[::stride][:val_tasks]
+    panel = make_panel(env, val_tasks, data.val_files)
+    if not data.train_files:
+        every = 10**9
+        sources = [(name, split_tasks(name, "train", every), 1.0) for name in env.names]
+        return sources, panel
+    held_out = read_tasks(data.val_files) if data.val_files else []
     sources = []
-    if data.train_files:
-        for index, path in enumerate(data.train_files):
-            tasks = without(read_tasks(path), held_out)
-            weight = data.train_weights[index] if data.train_weights else float(max(1, len(tasks)))
-            sources.append((f"{index}:{Path(path).name}", tasks, weight))
-    else:
-        sources = [(name, split_tasks(name, "train"), 1.0) for name in env.names]
-    for _, tasks, _ in sources:
-        stray = next((t for t in tasks if t.env not in env.names), None)
-        if stray is not None:
-            raise ConfigError(
-                f"task {stray.item_id} is of environment {stray.env!r}, and env.names has only "
-                f"{', '.join(env.names)}"
-            )
+    for index, path in enumerate(data.train_files):
+        tasks = without(listed_tasks([path], env.names), held_out)
+        weight = data.train_weights[index] if data.train_weights else float(max(1, len(tasks)))
+        sources.append((f"{index}:{Path(path).name}", tasks, weight))
     return sources, panel
 
 
@@ -251,6 +201,7 @@ def open_trainer(config: TrainConfig, operative_config: str) -> Iterator[Trainer
     _check_sizes(config, recipe)
     reward = RewardSettings(config.algorithm.reward, config.algorithm.reward_parameters)
     rollout = make_rollout(config.rollout, train.seed)
+    check_play(config.env, rollout)
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_rows(data.rows, mesh)
     sources, panel = read_task_sources(data, config.env, train.val_tasks)
@@ -259,25 +210,17 @@ def open_trainer(config: TrainConfig, operative_config: str) -> Iterator[Trainer
         policy_source.from_path(Path(config.model.path))
     directory = RunDirectory(train.run_dir, operative_config)
 
-    servers = {name: config.env.urls.get(name, "embedded") for name in config.env.names}
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(open_environments(servers, config.env.servers_per_env))
+        pool = stack.enter_context(open_servers(config.env))
         path = config.model.path
         if config.warm_start.steps:
             path = str(warm_start(config, directory, sources, pool))
         assert path is not None
         source = policy_source.from_path(Path(path)).keep_card(directory.model)
         policy, critic, reference, lr = _learners(config, recipe, source, mesh)
-        engine = JaxEngine(
-            source.card.architecture,
-            policy.state.params,
-            slots=config.engine.slots,
-            max_length=config.rollout.max_total_tokens,
-            decode=source.tokenizer.decode,
-            dtype=config.engine.dtype,
-            max_steps=config.engine.max_steps,
+        engine = stack.enter_context(
+            open_engine(source, policy.state.params, config.engine, rollout.max_total_tokens)
         )
-        stack.callback(engine.close)
         agent = EngineAgent(engine, source.tokenizer)
         checkpoints = Checkpoints(
             directory.checkpoints,
@@ -302,7 +245,7 @@ def open_trainer(config: TrainConfig, operative_config: str) -> Iterator[Trainer
             pool=pool,
             directory=directory,
             checkpoints=checkpoints,
-            validate=lambda: validate(agent, pool, panel, validation),
+            validate=lambda: evaluate_policy(agent, pool, panel, validation).metrics(),
             lr=lr,
         )
 
@@ -343,20 +286,3 @@ def _learners(config: TrainConfig, recipe: Recipe, source: PolicySource, mesh: j
         )
     policy = Learner(params, shapes, objective, log_probs, adamw(lr, *rest), mesh, layout)
     return policy, critic, reference, lr
-
-
-def validate(
-    agent: EngineAgent, pool: EnvironmentPool, panel: Sequence[Task], settings: RolloutSettings
-) -> dict[str, float]:
-    """Success and score on the fixed panel, by environment."""
-    outcomes = run_episodes(episode_specs(panel, 1, "val/"), agent, pool, settings)
-    metrics: dict[str, float] = {}
-    for env in sorted({t.env for t in panel if t.env}):
-        played = [t for t in trajectories(outcomes) if t.task.env == env]
-        if played:
-            n = len(played)
-            metrics[f"val/{env}/success_rate"] = sum(t.success for t in played) / n
-            metrics[f"val/{env}/score"] = sum(t.env_reward for t in played) / n
-            metrics[f"val/{env}/turns"] = sum(len(t.turns) for t in played) / n
-    metrics["val/failed"] = float(len(outcomes) - len(trajectories(outcomes)))
-    return metrics

@@ -15,22 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from manus_jax.agentgym.pool import EnvironmentPool
-from manus_jax.agentgym.settings import open_environments
-from manus_jax.agentgym.table import environment
 from manus_jax.config import ConfigError
 from manus_jax.models.architecture import ModelError
-from manus_jax.rollout.actions import format_for
 from manus_jax.rollout.dialogue import EngineAgent, Voice
-from manus_jax.rollout.jax_engine import JaxEngine
 from manus_jax.rollout.player import Agent
 from manus_jax.rollout.policies import OraclePolicy, RandomPolicy
 from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory
 from manus_jax.rollout.trajectory_files import write_trajectories
 from manus_jax.runtime import policy_source
-from manus_jax.runtime.assembly import make_rollout
 from manus_jax.runtime.evaluation import EvaluationError, EvaluationResult, evaluate_policy
-from manus_jax.runtime.panels import Panel, listed_tasks, served_tasks, split_tasks
+from manus_jax.runtime.panels import Panel, make_panel
+from manus_jax.runtime.playing import check_play, make_rollout, open_engine, open_servers
 from manus_jax.runtime.progress import ProgressLine
 from manus_jax.runtime.run_directory import write_atomically
 from manus_jax.settings import EngineSettings, EnvSettings, EvaluateSettings, RolloutGroup
@@ -61,8 +57,10 @@ def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationRe
     """Plays the panel with every policy; writes evaluation.json and trajectories/."""
     evaluate, env = config.evaluate, config.env
     rollout = make_rollout(config.rollout, evaluate.seed)
-    _check_rollout(env.names, rollout)
-    panel = make_panel(evaluate, env)
+    check_play(env, rollout)
+    panel = make_panel(
+        env, evaluate.tasks_per_env, evaluate.task_files, evaluate.split, evaluate.samples
+    )
     slots = min(config.engine.slots, rollout.max_in_flight, len(panel.specs()))
     contestants = [contestant(name, config, slots) for name in evaluate.policies]
     _check_contestants(contestants, panel, rollout)
@@ -71,7 +69,7 @@ def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationRe
     results: dict[str, EvaluationResult] = {}
     record = _heading(config, panel)
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(_environments(env))
+        pool = stack.enter_context(open_servers(env))
         total = len(contestants) * len(panel.specs())
         line = stack.enter_context(ProgressLine("evaluate", total))
         for one in contestants:
@@ -99,23 +97,6 @@ def refuse_unplayed(results: Mapping[str, EvaluationResult]) -> None:
                 f"{name}: all {len(result.outcomes)} episodes failed, the first with "
                 f"{first.kind}: {first.error}"
             )
-
-
-def make_panel(evaluate: EvaluateSettings, env: EnvSettings) -> Panel:
-    """The tasks of every environment, from files, splits or AgentGym's ranges."""
-    count = evaluate.tasks_per_env
-    if evaluate.task_files:
-        return Panel(tuple(listed_tasks(evaluate.task_files, env.names, count)), evaluate.samples)
-    tasks = [
-        task
-        for name in env.names
-        for task in (
-            served_tasks(name, count)
-            if name in env.urls
-            else split_tasks(name, evaluate.split, count)
-        )
-    ]
-    return Panel(tuple(tasks), evaluate.samples)
 
 
 def contestant(name: str, config: EvaluateConfig, slots: int) -> Contestant:
@@ -154,19 +135,9 @@ def _playing(
     source: policy_source.PolicySource, config: EvaluateConfig, slots: int, length: int
 ) -> Iterator[Agent]:
     """A model in an engine of its own, gone with the block."""
-    engine = JaxEngine(
-        source.card.architecture,
-        source.load(None),
-        slots=slots,
-        max_length=length,
-        decode=source.tokenizer.decode,
-        dtype=config.engine.dtype,
-        max_steps=config.engine.max_steps,
-    )
-    try:
+    settings = dataclasses.replace(config.engine, slots=slots)
+    with open_engine(source, source.load(None), settings, length) as engine:
         yield EngineAgent(engine, source.tokenizer)
-    finally:
-        engine.close()
 
 
 def _play(
@@ -198,24 +169,6 @@ def _play(
         return evaluate_policy(agent, pool, panel, settings, on_done)
 
 
-def _check_rollout(envs: Sequence[str], rollout: RolloutSettings) -> None:
-    for env in envs:
-        try:
-            row = environment(env)
-        except ValueError as error:
-            raise ConfigError(f"env.names: {error}") from None
-        try:
-            format_for(row, rollout.action_format)
-        except ValueError as error:
-            raise ConfigError(f"rollout.action_format: {error}") from None
-    how = rollout.sampling
-    if how.temperature < 0 or how.top_k < 0 or not 0 < how.top_p <= 1:
-        raise ConfigError(
-            f"rollout.temperature = {how.temperature:g} and rollout.top_k = {how.top_k} must not "
-            f"be negative, rollout.top_p = {how.top_p:g} must be above 0 and at most 1"
-        )
-
-
 def _check_contestants(
     contestants: Sequence[Contestant], panel: Panel, rollout: RolloutSettings
 ) -> None:
@@ -231,17 +184,6 @@ def _check_contestants(
                 one.check(env, rollout)
             except ValueError as error:
                 raise ConfigError(f"evaluate.policies: {one.name}: {error}") from None
-
-
-@contextlib.contextmanager
-def _environments(env: EnvSettings) -> Iterator[EnvironmentPool]:
-    servers = {name: env.urls.get(name, "embedded") for name in env.names}
-    with contextlib.ExitStack() as stack:
-        try:
-            pool = stack.enter_context(open_environments(servers, env.servers_per_env))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"env.urls: {error}") from None
-        yield pool
 
 
 def _make_directory(path: str, operative_config: str) -> Path:

@@ -14,6 +14,7 @@ from manus_jax.agentgym.table import environment
 from manus_jax.config import ConfigError
 from manus_jax.dataset import Task, read_tasks
 from manus_jax.rollout.trajectory import EpisodeSpec, episode_specs
+from manus_jax.settings import EnvSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ def served_tasks(env: str, count: int) -> list[Task]:
     return drawn(env, items, count)
 
 
-def listed_tasks(files: Sequence[str], envs: Sequence[str], count: int) -> list[Task]:
+def listed_tasks(files: Sequence[str], envs: Sequence[str], count: int | None = None) -> list[Task]:
     """The first `count` tasks of each environment in the files, which must have some of each."""
     tasks = read_tasks(files)
     stray = next((task for task in tasks if task.env not in envs), None)
@@ -74,3 +75,23 @@ def listed_tasks(files: Sequence[str], envs: Sequence[str], count: int) -> list[
             raise ConfigError(f"no task of {env} is in {', '.join(files)}; take it from env.names")
         chosen += mine[:count]
     return chosen
+
+
+def make_panel(
+    env: EnvSettings,
+    count: int,
+    files: Sequence[str] = (),
+    split: str = "test",
+    samples: int = 1,
+) -> Panel:
+    """At most `count` tasks of every environment, from files, splits or AgentGym's ranges."""
+    if files:
+        return Panel(tuple(listed_tasks(files, env.names, count)), samples)
+    tasks = [
+        task
+        for name in env.names
+        for task in (
+            served_tasks(name, count) if name in env.urls else split_tasks(name, split, count)
+        )
+    ]
+    return Panel(tuple(tasks), samples)

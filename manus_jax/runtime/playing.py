@@ -1,0 +1,104 @@
+"""Settings into the parts that play: rollout settings, environment servers, an engine.
+
+Training and evaluation play through the same parts, so that they mean the same by each setting.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from envs import registry
+from manus_jax.agentgym.pool import EnvironmentPool
+from manus_jax.agentgym.settings import open_environments
+from manus_jax.agentgym.table import environment
+from manus_jax.config import ConfigError
+from manus_jax.models.transformer import Params
+from manus_jax.rollout.actions import format_for
+from manus_jax.rollout.engine import Sampling
+from manus_jax.rollout.jax_engine import JaxEngine
+from manus_jax.rollout.prompts import PromptSettings
+from manus_jax.rollout.settings import RolloutSettings
+from manus_jax.runtime.policy_source import PolicySource
+from manus_jax.settings import EngineSettings, EnvSettings, RolloutGroup
+
+
+def make_rollout(
+    group: RolloutGroup, seed: int, temperature: float | None = None
+) -> RolloutSettings:
+    """How episodes are played; `temperature` overrides the group's."""
+    try:
+        return RolloutSettings(
+            seed=seed,
+            max_turns=group.max_turns,
+            sampling=Sampling(
+                temperature=group.temperature if temperature is None else temperature,
+                top_p=group.top_p,
+                top_k=group.top_k,
+                max_tokens=group.max_tokens_per_turn,
+            ),
+            max_total_tokens=group.max_total_tokens,
+            max_observation_tokens=group.max_observation_tokens,
+            memory_turns=group.memory_turns,
+            action_format=group.action_format,
+            prompt=PromptSettings(source=group.prompt_source),
+            invalid_action_penalty=group.invalid_action_penalty,
+            generation_timeout=group.generation_timeout,
+            max_in_flight=group.max_in_flight,
+        )
+    except ValueError as error:
+        raise ConfigError(f"rollout: {error}") from None
+
+
+def check_play(env: EnvSettings, rollout: RolloutSettings) -> None:
+    """Raises for an unknown environment, one not served here, or settings that cannot play it."""
+    for name in env.names:
+        try:
+            row = environment(name)
+        except ValueError as error:
+            raise ConfigError(f"env.names: {error}") from None
+        if name not in env.urls and name not in registry.ENVIRONMENTS:
+            raise ConfigError(
+                f"env.names: {name} is not served here: give the addresses of its servers in "
+                f"env.urls, or choose from {', '.join(sorted(registry.ENVIRONMENTS))}"
+            )
+        try:
+            format_for(row, rollout.action_format)
+        except ValueError as error:
+            raise ConfigError(f"rollout.action_format: {error}") from None
+    how = rollout.sampling
+    if how.temperature < 0 or how.top_k < 0 or not 0 < how.top_p <= 1:
+        raise ConfigError(
+            f"rollout.temperature = {how.temperature:g} and rollout.top_k = {how.top_k} must not "
+            f"be negative, rollout.top_p = {how.top_p:g} must be above 0 and at most 1"
+        )
+
+
+@contextlib.contextmanager
+def open_servers(env: EnvSettings) -> Iterator[EnvironmentPool]:
+    """The environments' servers, given or started here, as long as the block."""
+    servers = {name: env.urls.get(name, "embedded") for name in env.names}
+    with contextlib.ExitStack() as stack:
+        try:
+            pool = stack.enter_context(open_environments(servers, env.servers_per_env))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"env.urls: {error}") from None
+        yield pool
+
+
+@contextlib.contextmanager
+def open_engine(
+    source: PolicySource, params: Params, settings: EngineSettings, max_length: int
+) -> Iterator[JaxEngine]:
+    """An embedded engine with the given weights, gone with the block."""
+    engine = JaxEngine(
+        source.card.architecture,
+        params,
+        slots=settings.slots,
+        max_length=max_length,
+        decode=source.tokenizer.decode,
+        dtype=settings.dtype,
+        max_steps=settings.max_steps,
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()

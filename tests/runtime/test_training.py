@@ -1,0 +1,133 @@
+"""`python -m manus_jax.train` with a real environment server: it runs, resumes, explains itself."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from manus_jax import command, train
+from manus_jax.rollout.trajectory import Trajectory
+from manus_jax.rollout.trajectory_files import read_trajectories
+
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "env.names = ['maze']",
+    "train.batch_size = 2",
+    "train.group_size = 4",
+    "train.val_tasks = 4",
+    "train.test_freq = 3",
+    "train.save_freq = 1",
+    "rollout.max_turns = 3",
+    "rollout.max_tokens_per_turn = 12",
+    "rollout.max_total_tokens = 512",
+    "engine.slots = 8",
+    "mesh.fsdp = 1",
+    "mesh.data = -1",
+    "data.max_length = 512",
+    "data.rows = 8",
+    "warm_start.steps = 2",
+    "warm_start.traces = 4",
+    "warm_start.batch_size = 4",
+    "scratch.vocab_size = 300",
+    "scratch.hidden_size = 16",
+    "scratch.intermediate_size = 32",
+    "scratch.num_layers = 1",
+    "scratch.num_heads = 2",
+    "scratch.head_dim = 8",
+    "algorithm.reward = 'length'",
+    "optimizer.lr = 0.01",
+)
+
+
+def arguments(run_dir, *more):
+    return [f"--gin_param={p}" for p in (*SMALL, f"train.run_dir = '{run_dir}'", *more)]
+
+
+def metrics(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_killed_run_ends_with_the_parameters_and_metrics_of_one_that_never_was(tmp_path):
+    more = ("train.total_steps = 4", "algorithm.recipe = 'grpo'")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train.main(arguments(whole, *more))
+    lines = metrics(whole)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    run = [sys.executable, "-m", "manus_jax.train", *arguments(killed, *more)]
+    process = subprocess.Popen(run, cwd=ROOT, stdout=subprocess.DEVNULL, env=dict(os.environ))
+    while process.poll() is None and not (killed / "checkpoints" / "2").exists():
+        time.sleep(0.02)
+    assert process.poll() is None, "the run ended before it could be killed"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    train.main(arguments(killed, *more))
+    exports = [load_file(d / "export" / "4" / "model.safetensors") for d in (whole, killed)]
+    for name, tensor in exports[0].items():
+        np.testing.assert_array_equal(exports[1][name], tensor, err_msg=name)
+    exact = lambda line: {k: v for k, v in line.items() if not k.startswith(("timing", "perf"))}
+    assert [exact(a) for a in metrics(killed)] == [exact(a) for a in lines]
+
+    # What was logged is what was trained on: exact tokens, and a mismatch of rounding size.
+    assert all(line["mismatch/log_prob_diff_mean"] < 1e-4 for line in lines[1:])
+    assert {"critic/score/mean", "actor/pg_loss", "actor/grad_norm", "val/maze/success_rate"} <= {
+        key for line in lines for key in line
+    }
+    phases = {k: v for k, v in lines[-1].items() if k.startswith("timing_s/") and "_per_" not in k}
+    total = phases.pop("timing_s/step")
+    assert sum(phases.values()) == pytest.approx(total, rel=1e-6)
+    episodes = [e for e in read_trajectories(whole / "trajectories" / trajectory_file(whole, 2))]
+    assert len(episodes) == 8 and all(isinstance(e, Trajectory) for e in episodes)
+
+
+def trajectory_file(run_dir, step):
+    return next(p.name for p in (run_dir / "trajectories").iterdir() if str(step) in p.stem)
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "gigpo", "remax"])
+def test_other_recipes_run_through_the_same_loop(tmp_path, recipe):
+    more = ("train.total_steps = 2", f"algorithm.recipe = '{recipe}'", "algorithm.ppo_epochs = 2")
+    train.main(arguments(tmp_path, *more, "train.val_before_train = False"))
+    last = metrics(tmp_path)[-1]
+    assert last["actor/grad_norm"] > 0
+    assert ("critic/vf_explained_var" in last) == (recipe == "ppo")
+
+
+def error_of(capsys, monkeypatch, *args):
+    monkeypatch.setattr(sys, "argv", ["train", *args])
+    with pytest.raises(SystemExit) as stopped:
+        command.run(train.main)
+    assert stopped.value.code == 2
+    text = capsys.readouterr().err.strip()
+    assert text.startswith("error: ") and "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("param", "message"),
+    [
+        ("algorithm.recipe = 'grpoo'", "unknown recipe 'grpoo'"),
+        ("algorithm.recipe = 'dr_grpo'", "algorithm.norm_constant is not set"),
+        ("algorithm.aggregation = 'mean'", "unknown loss aggregation 'mean'"),
+        ("algorithm.reward = 'nice'", "nice"),
+        ("algorithm.corrections = ['x']", "'x'"),
+        ("train.group_size = 1", "train.group_size must be at least 2"),
+        ("rollout.max_total_tokens = 1024", "is more than data.max_length = 512"),
+        ("rollout.action_format = 'telepathy'", "telepathy"),
+        ("env.names = ['chess']", "chess"),
+        ("warm_start.steps = 0", "set warm_start.steps"),
+        ("mesh.tensor = 3", "not divisible by 3"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_written(
+    tmp_path, capsys, monkeypatch, param, message
+):
+    args = arguments(tmp_path / "run", param)
+    assert message in error_of(capsys, monkeypatch, *args)
+    assert not (tmp_path / "run").exists()
