@@ -151,7 +151,7 @@ def _play(
 ) -> EvaluationResult:
     """One policy's turn; `done` episodes of others are on the progress line already."""
     won = played = ended = 0
-    label = Path(one.name).name
+    label = one.name if len(one.name) < 32 else f"…{one.name[-30:]}"
 
     def on_done(index: int, outcome: Outcome) -> None:
         nonlocal won, played, ended
