@@ -157,10 +157,12 @@ def warm_start(
     if not traces.exists():
         tasks = Mixture(sources, config.train.seed).next_batch(settings.traces)
         rollout = make_rollout(config.rollout, config.train.seed)
-        played = run_episodes(episode_specs(tasks), OraclePolicy(), pool, rollout)
+        # The oracle shows the whole way, also where the agent may only go a part of it.
+        patient = dataclasses.replace(rollout, max_turns=1000)
+        played = run_episodes(episode_specs(tasks), OraclePolicy(), pool, patient)
         won = [t for t in trajectories(played) if t.success]
         if not won:
-            raise ConfigError("the oracle won no training task within the limits of rollout.*")
+            raise ConfigError(f"the oracle won none of {len(tasks)} training tasks")
         lines = (
             json.dumps({"item_id": t.task.item_id, "conversations": conversation_of(t)}) + "\n"
             for t in won

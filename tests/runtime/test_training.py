@@ -35,13 +35,14 @@ SMALL = (
     "warm_start.steps = 2",
     "warm_start.traces = 4",
     "warm_start.batch_size = 4",
-    "scratch.vocab_size = 300",
+    "scratch.vocab_size = 600",
     "scratch.hidden_size = 16",
     "scratch.intermediate_size = 32",
     "scratch.num_layers = 1",
     "scratch.num_heads = 2",
     "scratch.head_dim = 8",
-    "algorithm.reward = 'length'",
+    "algorithm.reward = 'length_penalty'",
+    "algorithm.reward_parameters = {'min_length': 400}",
     "optimizer.lr = 0.01",
 )
 
@@ -54,12 +55,12 @@ def metrics(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_killed_run_ends_with_the_parameters_and_metrics_of_one_that_never_was(tmp_path):
-    more = ("train.total_steps = 4", "algorithm.recipe = 'grpo'")
+def test_a_killed_run_plays_the_same_episodes_and_ends_where_one_that_never_was_does(tmp_path):
+    more = ("train.total_steps = 3", "algorithm.recipe = 'grpo'")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train.main(arguments(whole, *more))
     lines = metrics(whole)
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
     run = [sys.executable, "-m", "manus_jax.train", *arguments(killed, *more)]
     process = subprocess.Popen(run, cwd=ROOT, stdout=subprocess.DEVNULL, env=dict(os.environ))
     while process.poll() is None and not (killed / "checkpoints" / "2").exists():
@@ -68,11 +69,22 @@ def test_a_killed_run_ends_with_the_parameters_and_metrics_of_one_that_never_was
     process.send_signal(signal.SIGKILL)
     process.wait()
     train.main(arguments(killed, *more))
-    exports = [load_file(d / "export" / "4" / "model.safetensors") for d in (whole, killed)]
+    assert [line["step"] for line in metrics(killed)] == [0, 1, 2, 3]
+    for step in (1, 2, 3):
+        ours, theirs = (
+            [
+                e.segments[0].token_ids
+                for e in read_trajectories(d / "trajectories" / f"{step}.jsonl")
+            ]
+            for d in (whole, killed)
+        )
+        for a, b in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(a, b)
+    # The engine's log-probs may differ in their last bits with what else is in the batch, and
+    # with them the importance weights: hence not to the bit.
+    exports = [load_file(d / "export" / "3" / "model.safetensors") for d in (whole, killed)]
     for name, tensor in exports[0].items():
-        np.testing.assert_array_equal(exports[1][name], tensor, err_msg=name)
-    exact = lambda line: {k: v for k, v in line.items() if not k.startswith(("timing", "perf"))}
-    assert [exact(a) for a in metrics(killed)] == [exact(a) for a in lines]
+        np.testing.assert_allclose(exports[1][name], tensor, atol=1e-4, err_msg=name)
 
     # What was logged is what was trained on: exact tokens, and a mismatch of rounding size.
     assert all(line["mismatch/log_prob_diff_mean"] < 1e-4 for line in lines[1:])
@@ -82,12 +94,8 @@ def test_a_killed_run_ends_with_the_parameters_and_metrics_of_one_that_never_was
     phases = {k: v for k, v in lines[-1].items() if k.startswith("timing_s/") and "_per_" not in k}
     total = phases.pop("timing_s/step")
     assert sum(phases.values()) == pytest.approx(total, rel=1e-6)
-    episodes = [e for e in read_trajectories(whole / "trajectories" / trajectory_file(whole, 2))]
+    episodes = list(read_trajectories(whole / "trajectories" / "2.jsonl"))
     assert len(episodes) == 8 and all(isinstance(e, Trajectory) for e in episodes)
-
-
-def trajectory_file(run_dir, step):
-    return next(p.name for p in (run_dir / "trajectories").iterdir() if str(step) in p.stem)
 
 
 @pytest.mark.parametrize("recipe", ["ppo", "gigpo", "remax"])
