@@ -1,15 +1,17 @@
 """The decoder over a cache of keys and values: filling it with tokens, and decoding from it.
 
 The one idea: a token's result depends on its own stream and on nothing else. Keys and values are
-written to the cache first and then read from it in blocks at fixed places, whether a token comes in
-a prompt's chunk or is decoded, and rows never mix. So it makes no difference how a prompt is cut,
-which slot it is in, what else runs beside it, or where a dispatch ends. The work of attention
-follows the longest stream in the batch, not the length of the cache.
+written to the cache first and then read from it in blocks at fixed places, rows never mix, and what
+a mask hides adds exact zeros. So it makes no difference how a prompt is cut, which slot it is in,
+what else runs beside it, or where a dispatch ends.
 
-Layers are unrolled and each has arrays of its own, so that no step copies a slice of a stack.
+Each block of each layer is an array of its own and layers are unrolled, because a matrix product
+over a part of an array copies that part, at every step. Blocks double in size; those that no stream
+in the batch has reached yet are skipped.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -24,12 +26,17 @@ from manus_jax.models.attention import BATCH_AXES, NEGATIVE
 from manus_jax.models.transformer import Params, block, rms_norm, rope_angles
 from manus_jax.rollout.sampling import Controls, sample
 
-KEY_BLOCK = 128
+FIRST_BLOCK = 128
 MAX_STOP_IDS = 8
+NO_SLOT = 2**30
 
 Weights = dict[str, Any]
-Cache = tuple[tuple[jax.Array, jax.Array], ...]
-"""Per layer, keys and values [slots, kv_heads, length, head_dim]."""
+Blocks = tuple[jax.Array, ...]
+"""Consecutive parts [slots, kv_heads, length, head_dim] of all slots' keys, or values."""
+Cache = tuple[tuple[Blocks, Blocks], ...]
+"""Per layer, keys and values."""
+Running = tuple[jax.Array, jax.Array, jax.Array]
+"""Of a softmax so far: the highest score, the mass relative to it, and the weighted sum."""
 
 
 class Chunks(NamedTuple):
@@ -47,9 +54,9 @@ class Chunks(NamedTuple):
 class Lanes(NamedTuple):
     """Streams to be decoded, one per lane; a lane of budget 0 is empty.
 
-    All are [lanes]: `rows` the slot, `tokens` the last token of the stream, which is not in the
-    cache yet, `positions` its place, `budget` the number of tokens wanted; `stop_ids` is
-    [lanes, MAX_STOP_IDS], padded with -1.
+    All are [lanes]: `rows` the slot, or None where lane and slot are the same, `tokens` the last
+    token of the stream, which is not in the cache yet, `positions` its place, `budget` the number
+    of tokens wanted; `stop_ids` is [lanes, MAX_STOP_IDS], padded with -1.
     """
 
     rows: Any
@@ -86,17 +93,18 @@ class CachedDecoder:
         """Heads over "tensor"; slots over the batch axes where they divide."""
         if self.mesh is None:
             return None
-        rows = BATCH_AXES if self.slots % batch_shards(self.mesh) == 0 else None
+        slots = lane_sizes(self.slots)[-1]
+        rows = BATCH_AXES if slots % batch_shards(self.mesh) == 0 else None
         heads = "tensor" if self.arch.num_kv_heads % self.mesh.shape["tensor"] == 0 else None
         return NamedSharding(self.mesh, P(rows, heads, None, None))
 
     def new_cache(self) -> Cache:
-        length = -(-self.max_length // KEY_BLOCK) * KEY_BLOCK
-        shape = (self.slots, self.arch.num_kv_heads, length, self.arch.head_dim)
-        zeros = jax.jit(
-            lambda: jnp.zeros(shape, jnp.dtype(self.dtype)), out_shardings=self.cache_sharding()
-        )
-        return tuple((zeros(), zeros()) for _ in range(self.arch.num_layers))
+        def zeros(length: int) -> jax.Array:
+            shape = (lane_sizes(self.slots)[-1], self.arch.num_kv_heads, length, self.arch.head_dim)
+            return jnp.zeros(shape, jnp.dtype(self.dtype), device=self.cache_sharding())
+
+        part = lambda: tuple(zeros(length) for length in block_lengths(self.max_length))
+        return tuple((part(), part()) for _ in range(self.arch.num_layers))
 
     def weights(self, params: Params) -> Weights:
         """A copy of the policy's parameters in the compute type, a dict per layer.
@@ -141,7 +149,7 @@ class CachedDecoder:
 
     def fill(self, weights: Weights, cache: Cache, chunks: Chunks) -> Cache:
         """Writes the chunks' keys and values. The last layer's output is never computed."""
-        return self._forward(weights, cache, chunks.rows, chunks.tokens, chunks.positions)[1]
+        return self._forward(weights, cache, *chunks)[1]
 
     def copy(self, cache: Cache, source: jax.Array, target: jax.Array) -> Cache:
         """Writes all of slot `source` to slot `target`."""
@@ -157,7 +165,7 @@ class CachedDecoder:
     ) -> tuple[Cache, Decoded]:
         """Up to `steps` tokens per lane, fewer where a lane meets a stop id or its budget."""
         head = weights["embed" if self.arch.tie_embeddings else "lm_head"]
-        width = lanes.rows.shape[0]
+        width = lanes.tokens.shape[0]
 
         def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
             i, cache, tokens, alive, out = state
@@ -190,7 +198,7 @@ class CachedDecoder:
         self,
         weights: Weights,
         cache: Cache,
-        rows: jax.Array,
+        rows: jax.Array | None,
         tokens: jax.Array,
         positions: jax.Array,
     ) -> tuple[jax.Array, Cache]:
@@ -199,15 +207,15 @@ class CachedDecoder:
         x = jnp.take(weights["embed"], tokens, axis=0)
         layers = []
         for params, (keys, values) in zip(weights["layers"], cache, strict=True):
-            written: list[jax.Array] = []
+            written: list[Blocks] = []
 
             def attend(
                 q: jax.Array,
                 k: jax.Array,
                 v: jax.Array,
-                keys: jax.Array = keys,
-                values: jax.Array = values,
-                written: list[jax.Array] = written,
+                keys: Blocks = keys,
+                values: Blocks = values,
+                written: list[Blocks] = written,
             ) -> jax.Array:
                 written += [write(keys, k, rows, positions), write(values, v, rows, positions)]
                 return attend_cache(q, written[0], written[1], rows, positions)
@@ -232,85 +240,100 @@ def _weights_first(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], -1)
 
 
-def write(cache: jax.Array, new: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
+def write(blocks: Blocks, new: jax.Array, rows: jax.Array | None, positions: jax.Array) -> Blocks:
     """Puts `new` [rows, chunk, kv_heads, dim] at `positions` [rows, chunk] of its rows' slots.
 
     Padding (position -1) is dropped.
     """
-    places = jnp.where(positions < 0, cache.shape[2], positions)
-    return cache.at[rows[:, None], :, places].set(new, mode="drop")
+    row = (jnp.arange(new.shape[0]) if rows is None else rows)[:, None]
+    written, start = [], 0
+    for part in blocks:
+        inside = positions - start
+        places = jnp.where((inside < 0) | (inside >= part.shape[2]), part.shape[2], inside)
+        written.append(part.at[row, :, places].set(new, mode="drop"))
+        start += part.shape[2]
+    return tuple(written)
 
 
 def attend_cache(
-    q: jax.Array, keys: jax.Array, values: jax.Array, rows: jax.Array, positions: jax.Array
+    q: jax.Array, keys: Blocks, values: Blocks, rows: jax.Array | None, positions: jax.Array
 ) -> jax.Array:
-    """Causal attention of `q` [rows, chunk, heads, dim] over the slots that `rows` names.
+    """Attention of `q` [rows, chunk, heads, dim] over the slots of `rows`, up to `positions`.
 
-    Goes through `keys` and `values` [slots, kv_heads, length, dim] in blocks, up to the highest of
-    `positions` [rows, chunk], with a running softmax.
+    Block by block with a running softmax; `positions` is [rows, chunk].
     """
     count, chunk, heads, dim = q.shape
-    kv_heads = keys.shape[1]
+    kv_heads = keys[0].shape[1]
     group = heads // kv_heads
     queries = (q * dim**-0.5).reshape(count, chunk, kv_heads, group, dim)
     queries = queries.transpose(0, 2, 3, 1, 4).reshape(count, kv_heads, group * chunk, dim)
     last = jnp.tile(positions, (1, group))[:, None, :, None]
-    few = chunk == 1
+    of_rows = lambda part: part if rows is None else part.at[rows].get(mode="clip")
 
-    def window(x: jax.Array, start: jax.Array) -> jax.Array:
-        size = (1, kv_heads, KEY_BLOCK, dim)
-        return jax.vmap(lambda row: jax.lax.dynamic_slice(x, (row, 0, start, 0), size)[0])(rows)
-
-    def scores_of(k: jax.Array) -> jax.Array:
-        if not few:
-            return jnp.einsum("rhmd,rhtd->rhmt", queries, k, preferred_element_type=jnp.float32)
-        # As in `_weights_first`: the larger operand stays as it is.
+    def scores_of(part: jax.Array) -> jax.Array:
+        if chunk > 1:
+            return jnp.einsum("rhmd,rhtd->rhmt", queries, part, preferred_element_type=jnp.float32)
+        # As in `_weights_first`: the larger operand is the left one.
         right = jax.lax.optimization_barrier(queries.swapaxes(2, 3))
-        scores = jnp.einsum("rhtd,rhdm->rhtm", k, right, preferred_element_type=jnp.float32)
+        scores = jnp.einsum("rhtd,rhdm->rhtm", part, right, preferred_element_type=jnp.float32)
         return jax.lax.optimization_barrier(scores).swapaxes(2, 3)
 
-    def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def add(carry: Running, start: int, key: jax.Array, value: jax.Array) -> Running:
         top, mass, out = carry
-        start = i * KEY_BLOCK
-        visible = start + jnp.arange(KEY_BLOCK) <= last
-        scores = jnp.where(visible, scores_of(window(keys, start)), NEGATIVE)
+        visible = start + jnp.arange(key.shape[2]) <= last
+        scores = jnp.where(visible, scores_of(of_rows(key)), NEGATIVE)
         higher = jnp.maximum(top, scores.max(axis=-1))
         weights = jnp.exp(scores - higher[..., None])
         shrink = jnp.exp(top - higher)
-        v = window(values, start)
         added = jnp.einsum(
-            "rhmt,rhtd->rhmd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+            "rhmt,rhtd->rhmd",
+            weights.astype(value.dtype),
+            of_rows(value),
+            preferred_element_type=jnp.float32,
         )
         return higher, mass * shrink + weights.sum(axis=-1), out * shrink[..., None] + added
 
     shape = queries.shape[:-1]
-    start = (
+    carry: Running = (
         jnp.full(shape, NEGATIVE, jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(queries.shape, jnp.float32),
     )
-    blocks = jnp.maximum(jnp.max(positions) // KEY_BLOCK + 1, 1)
-    _, mass, out = jax.lax.fori_loop(0, blocks, body, start)
+    farthest, start = jnp.max(positions), 0
+    for key, value in zip(keys, values, strict=True):
+        reached = functools.partial(add, start=start, key=key, value=value)
+        carry = (
+            reached(carry)
+            if start == 0
+            else jax.lax.cond(farthest >= start, reached, lambda carry: carry, carry)
+        )
+        start += key.shape[2]
+    _, mass, out = carry
     out = (out / mass[..., None]).reshape(count, kv_heads, group, chunk, dim)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
 
 
+def block_lengths(max_length: int) -> tuple[int, ...]:
+    """The lengths of a cache's blocks: each as long as all before it, the last as is needed."""
+    lengths = [FIRST_BLOCK]
+    while (total := sum(lengths)) < max_length:
+        lengths.append(min(total, -(-(max_length - total) // FIRST_BLOCK) * FIRST_BLOCK))
+    return tuple(lengths)
+
+
 def lane_sizes(slots: int) -> tuple[int, ...]:
-    """How many lanes a dispatch may have, ascending; each is a compiled program.
+    """How many lanes a dispatch may have, ascending; the last is a lane for every slot.
 
     All are multiples of 16, for which CPU kernels give a row the same bits at every size.
     """
     widest = -(-slots // 16) * 16
-    sizes = [16]
-    while sizes[-1] * 4 < widest:
-        sizes.append(sizes[-1] * 4)
-    return (*sizes, widest) if sizes[-1] < widest else tuple(sizes)
+    return (widest,) if widest < 64 else (-(-widest // 64) * 16, widest)
 
 
 def empty_lanes(width: int, slots: int) -> Lanes:
     """Host arrays for a dispatch, to be filled in; a row past the last slot writes nothing."""
     return Lanes(
-        rows=np.full(width, slots, np.int32),
+        rows=None if width == lane_sizes(slots)[-1] else np.full(width, NO_SLOT, np.int32),
         tokens=np.zeros(width, np.int32),
         positions=np.zeros(width, np.int32),
         budget=np.zeros(width, np.int32),
@@ -325,10 +348,10 @@ def empty_lanes(width: int, slots: int) -> Lanes:
     )
 
 
-def empty_chunks(rows: int, chunk: int, slots: int) -> Chunks:
+def empty_chunks(rows: int, chunk: int) -> Chunks:
     """As `empty_lanes`."""
     return Chunks(
-        rows=np.full(rows, slots, np.int32),
+        rows=np.full(rows, NO_SLOT, np.int32),
         tokens=np.zeros((rows, chunk), np.int32),
         positions=np.full((rows, chunk), -1, np.int32),
     )

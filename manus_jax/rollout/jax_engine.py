@@ -206,7 +206,7 @@ class JaxEngine:
 
         def run_all() -> None:
             for rows in self._prefill_rows:
-                chunks = empty_chunks(rows, self._prefill_chunk, self._table_size)
+                chunks = empty_chunks(rows, self._prefill_chunk)
                 self._cache = self._fill(self._weights, self._cache, self._decoder.place(chunks))
             for width in self._lane_sizes:
                 lanes = self._decoder.place(empty_lanes(width, self._table_size))
@@ -347,7 +347,7 @@ class JaxEngine:
         if not pieces:
             return
         rows = next(r for r in self._prefill_rows if r >= len(pieces))
-        chunks = empty_chunks(rows, self._prefill_chunk, self._table_size)
+        chunks = empty_chunks(rows, self._prefill_chunk)
         for row, (slot, start, stop) in enumerate(pieces):
             chunks.rows[row] = slot.index
             chunks.tokens[row, : stop - start] = slot.ids[start:stop]
@@ -369,9 +369,11 @@ class JaxEngine:
             return
         steps = max(1, self._max_steps * len(ready) // len(busy))
         lanes = empty_lanes(next(w for w in self._lane_sizes if w >= len(ready)), self._table_size)
-        for lane, slot in enumerate(ready):
+        places = range(len(ready)) if lanes.rows is not None else [s.index for s in ready]
+        for lane, slot in zip(places, ready, strict=True):
             job, how = slot.job, slot.job.request.sampling
-            lanes.rows[lane] = slot.index
+            if lanes.rows is not None:
+                lanes.rows[lane] = slot.index
             lanes.tokens[lane] = slot.ids[-1]
             lanes.positions[lane] = len(slot.ids) - 1
             lanes.budget[lane] = job.budget - job.made
@@ -388,7 +390,7 @@ class JaxEngine:
         self._counters.decode_seconds += time.perf_counter() - began
         self._counters.decode_dispatches += 1
         self._counters.decode_steps += int(decoded.counts.max())
-        for lane, slot in enumerate(ready):
+        for lane, slot in zip(places, ready, strict=True):
             self._take(slot, decoded, lane)
 
     def _take(self, slot: Slot, decoded: Decoded, lane: int) -> None:
