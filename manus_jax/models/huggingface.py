@@ -204,7 +204,8 @@ def load_params(directory: Path, shardings: Any = None) -> tuple[Params, ModelCa
             sharding = _get(shardings, path)
         stacked = len(shapes[path]) > len(reader.shape(names[0]))
         array = _read_sharded(reader, names, shapes[path], stacked, sharding)
-        _set(params, path, array)
+        # Ready before the next is read: transfers in flight would hold several stacks twice.
+        _set(params, path, jax.block_until_ready(array))
     return params, card
 
 
