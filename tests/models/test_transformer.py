@@ -20,11 +20,8 @@ ARCH = Architecture("llama", 50, 32, 48, 2, 4, 2, 8, initializer_range=0.3)
 
 
 def rows(ids):
-    return (
-        ids,
-        np.ones_like(ids),
-        np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape),
-    )
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    return ids, jnp.ones_like(ids), positions
 
 
 def test_a_critic_starts_from_the_policys_backbone_and_values_nothing_yet():
