@@ -12,18 +12,27 @@ in the batch has reached yet are skipped.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from manus_jax.learner.mesh import batch_shards, param_shardings, replicated
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import BATCH_AXES, NEGATIVE
-from manus_jax.models.transformer import Params, block, rms_norm, rope_angles
+from manus_jax.models.transformer import (
+    Compute,
+    Params,
+    Transformer,
+    abstract_model,
+    block,
+    rms_norm,
+    rope_angles,
+)
 from manus_jax.rollout.sampling import Controls, sample
 
 FIRST_BLOCK = 128
@@ -77,9 +86,10 @@ class Decoded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CachedDecoder:
-    """The programs of one model; `fill`, `decode` and `copy` are meant to be jitted.
+    """The programs of one model, compiled once for all decoders that are equal.
 
-    `max_steps` bounds the tokens per lane that one call of `decode` may produce.
+    `slots` is a multiple of 16 (see `lane_sizes`); `max_steps` bounds the tokens per lane that one
+    call of `decode` may produce. Programs take the cache's buffers and give them back.
     """
 
     arch: Architecture
@@ -89,18 +99,17 @@ class CachedDecoder:
     max_steps: int
     mesh: Mesh | None = None
 
-    def cache_sharding(self) -> Any:
+    def cache_sharding(self) -> Sharding:
         """Heads over "tensor"; slots over the batch axes where they divide."""
         if self.mesh is None:
-            return None
-        slots = lane_sizes(self.slots)[-1]
-        rows = BATCH_AXES if slots % batch_shards(self.mesh) == 0 else None
+            return self._everywhere()
+        rows = BATCH_AXES if self.slots % batch_shards(self.mesh) == 0 else None
         heads = "tensor" if self.arch.num_kv_heads % self.mesh.shape["tensor"] == 0 else None
         return NamedSharding(self.mesh, P(rows, heads, None, None))
 
     def new_cache(self) -> Cache:
         def zeros(length: int) -> jax.Array:
-            shape = (lane_sizes(self.slots)[-1], self.arch.num_kv_heads, length, self.arch.head_dim)
+            shape = (self.slots, self.arch.num_kv_heads, length, self.arch.head_dim)
             return jnp.zeros(shape, jnp.dtype(self.dtype), device=self.cache_sharding())
 
         part = lambda: tuple(zeros(length) for length in block_lengths(self.max_length))
@@ -111,8 +120,14 @@ class CachedDecoder:
 
         A copy even where nothing changes: the learner gives its own buffers away at every update.
         """
+        shardings = self._everywhere() if self.mesh is None else param_shardings(params, self.mesh)
+        return self._unstack(jax.device_put(params, shardings))
+
+    @functools.cached_property
+    def _unstack(self) -> Callable[[Params], Weights]:
         dtype = jnp.dtype(self.dtype)
         copy = lambda x: jnp.copy(x) if x.dtype == dtype else x.astype(dtype)
+        names = ["embed", "norm"]
 
         def unstack(params: Params) -> Weights:
             backbone = params["backbone"]
@@ -120,37 +135,39 @@ class CachedDecoder:
                 {name: copy(x[i]) for name, x in backbone["layers"].items()}
                 for i in range(self.arch.num_layers)
             ]
-            out = {"embed": copy(backbone["embed"]), "norm": copy(backbone["norm"])}
+            out = {name: copy(backbone[name]) for name in names}
             if not self.arch.tie_embeddings:
                 out["lm_head"] = copy(params["lm_head"])
             return {**out, "layers": tuple(layers)}
 
         if self.mesh is None:
-            return jax.jit(unstack)(jax.device_put(params, jax.local_devices()[0]))
-        shardings = param_shardings(params, self.mesh)
-        return jax.jit(unstack, out_shardings=self._unstacked(shardings))(
-            jax.device_put(params, shardings)
-        )
-
-    def _unstacked(self, shardings: Any) -> Any:
-        """Where `weights` puts its arrays: as the learner does, without the layer axis."""
-        backbone = shardings["backbone"]
+            return jax.jit(unstack)
+        _, shapes = abstract_model(Transformer, self.arch, Compute())
+        stacked = param_shardings(shapes, self.mesh)
         layer = {
-            name: NamedSharding(s.mesh, P(*s.spec[1:])) for name, s in backbone["layers"].items()
+            name: NamedSharding(s.mesh, P(*s.spec[1:]))
+            for name, s in stacked["backbone"]["layers"].items()
         }
-        out = {"embed": backbone["embed"], "norm": backbone["norm"]}
+        out = {name: stacked["backbone"][name] for name in names}
         if not self.arch.tie_embeddings:
-            out["lm_head"] = shardings["lm_head"]
-        return {**out, "layers": (layer,) * self.arch.num_layers}
+            out["lm_head"] = stacked["lm_head"]
+        return jax.jit(unstack, out_shardings={**out, "layers": (layer,) * self.arch.num_layers})
 
     def place(self, batch: Any) -> Any:
         """Host arrays on the device, explicitly, as a transfer guard demands."""
-        return jax.device_put(batch, None if self.mesh is None else replicated(self.mesh))
+        return jax.device_put(batch, self._everywhere())
 
+    def _everywhere(self) -> Sharding:
+        if self.mesh is None:
+            return SingleDeviceSharding(jax.local_devices()[0])
+        return replicated(self.mesh)
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
     def fill(self, weights: Weights, cache: Cache, chunks: Chunks) -> Cache:
         """Writes the chunks' keys and values. The last layer's output is never computed."""
-        return self._forward(weights, cache, *chunks)[1]
+        return self._settled(self._forward(weights, cache, *chunks)[1])
 
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
     def copy(self, cache: Cache, source: jax.Array, target: jax.Array) -> Cache:
         """Writes all of slot `source` to slot `target`."""
 
@@ -158,8 +175,14 @@ class CachedDecoder:
             row = jax.lax.dynamic_index_in_dim(x, source, axis=0)
             return jax.lax.dynamic_update_index_in_dim(x, row, target, axis=0)
 
-        return jax.tree.map(move, cache)
+        return self._settled(jax.tree.map(move, cache))
 
+    def _settled(self, cache: Cache) -> Cache:
+        if self.mesh is None:
+            return cache
+        return jax.lax.with_sharding_constraint(cache, self.cache_sharding())
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
     def decode(
         self, weights: Weights, cache: Cache, lanes: Lanes, steps: jax.Array
     ) -> tuple[Cache, Decoded]:
@@ -192,7 +215,7 @@ class CachedDecoder:
         )
         start = (jnp.int32(0), cache, lanes.tokens, lanes.budget > 0, empty)
         end = jax.lax.while_loop(lambda s: (s[0] < steps) & jnp.any(s[3]), step, start)
-        return end[1], end[4]
+        return self._settled(end[1]), end[4]
 
     def _forward(
         self,
@@ -333,7 +356,7 @@ def lane_sizes(slots: int) -> tuple[int, ...]:
 def empty_lanes(width: int, slots: int) -> Lanes:
     """Host arrays for a dispatch, to be filled in; a row past the last slot writes nothing."""
     return Lanes(
-        rows=None if width == lane_sizes(slots)[-1] else np.full(width, NO_SLOT, np.int32),
+        rows=None if width == slots else np.full(width, NO_SLOT, np.int32),
         tokens=np.zeros(width, np.int32),
         positions=np.zeros(width, np.int32),
         budget=np.zeros(width, np.int32),

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -37,10 +37,13 @@ from manus_jax.rollout.cached_decoder import (
 )
 from manus_jax.rollout.engine import EngineError, FinishReason, Generation, Request
 from manus_jax.rollout.sampling import seed_words
-from manus_jax.rollout.slots import Slot, SlotTable
+from manus_jax.rollout.slots import Slot, SlotTable, cut_pieces, density
 
 Decode = Callable[[list[int]], str]
 StaleKV = Literal["recompute", "keep"]
+
+# After a pause, requests come in bursts; a batch that starts whole stays in step.
+_BURST_SECONDS = 0.002
 
 
 @dataclasses.dataclass
@@ -86,11 +89,14 @@ class JaxEngine:
       mesh: where to run; by default the first device.
       queue_size: requests that may wait for a slot; one more is an `EngineError`.
       max_steps: tokens per stream and dispatch. More save overhead, fewer let requests in sooner.
-      prefill_rows, prefill_chunk: a dispatch fills at most `rows * chunk` prompt tokens.
+      prefill_rows, prefill_chunk: a dispatch fills at most `rows * chunk` prompt tokens, or a
+        quarter of that in more and smaller pieces when there is less to fill.
       stale_kv: what new weights mean for a generation in flight. "recompute" fills its stream
         again, so that every log-prob is exactly that of its token's version. "keep" goes on at
         once: later tokens attend to keys and values of older weights, so their log-probs are
         those of the distribution they were drawn from, which is a mixture of versions.
+      compile_ahead: compile every program before the first request is served, in the engine's
+        thread, rather than each when it is first needed.
     """
 
     def __init__(
@@ -106,9 +112,10 @@ class JaxEngine:
         mesh: Mesh | None = None,
         queue_size: int = 4096,
         max_steps: int = 8,
-        prefill_rows: int = 16,
-        prefill_chunk: int = 32,
+        prefill_rows: int = 8,
+        prefill_chunk: int = 64,
         stale_kv: StaleKV = "recompute",
+        compile_ahead: bool = False,
     ) -> None:
         if max_length > arch.max_positions:
             raise EngineError(
@@ -118,25 +125,22 @@ class JaxEngine:
         self._decode_text = decode
         self._queue_size = queue_size
         self._max_steps = max_steps
-        self._prefill_rows = (max(1, prefill_rows // 4), prefill_rows)
-        self._prefill_chunk = prefill_chunk
+        self._prefill_shapes = (
+            (prefill_rows, prefill_chunk),
+            (prefill_rows * 2, max(1, prefill_chunk // 8)),
+        )
         self._stale_kv: StaleKV = stale_kv
+        self._compile_ahead = compile_ahead
         self._lane_sizes = lane_sizes(slots)
 
-        self._decoder = CachedDecoder(arch, dtype, slots, max_length, max_steps, mesh)
-        place = self._decoder.cache_sharding()
-        self._fill: Any = jax.jit(self._decoder.fill, donate_argnums=1, out_shardings=place)
-        self._copy: Any = jax.jit(self._decoder.copy, donate_argnums=0, out_shardings=place)
-        self._decode: Any = jax.jit(
-            self._decoder.decode,
-            donate_argnums=1,
-            out_shardings=None if place is None else (place, None),
+        self._decoder = CachedDecoder(
+            arch, dtype, self._lane_sizes[-1], max_length, max_steps, mesh
         )
         self._cache = self._decoder.new_cache()
         self._weights = self._decoder.weights(params)
         self._running_version = version
 
-        self._table = SlotTable(slots, min_shared=prefill_chunk)
+        self._table = SlotTable(slots, min_shared=prefill_chunk // 2)
         self._counters = Counters()
         self._waiting: deque[Job] = deque()
 
@@ -176,7 +180,9 @@ class JaxEngine:
         return job.future
 
     def release(self, session: str) -> None:
-        self._leave(lambda: self._table.release(session))
+        with self._notes:
+            if self._closed is None:
+                self._leave(lambda: self._table.release(session))
 
     def update_weights(self, params: Params, version: int) -> None:
         """Takes effect before the next dispatch. Streams kept for idle sessions are computed again
@@ -200,25 +206,6 @@ class JaxEngine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def warm_up(self) -> None:
-        """Compiles every program there is; nothing compiles after it."""
-        done: Future[None] = Future()
-
-        def run_all() -> None:
-            for rows in self._prefill_rows:
-                chunks = empty_chunks(rows, self._prefill_chunk)
-                self._cache = self._fill(self._weights, self._cache, self._decoder.place(chunks))
-            for width in self._lane_sizes:
-                lanes = self._decoder.place(empty_lanes(width, self._table_size))
-                steps = self._decoder.place(np.int32(0))
-                self._cache, _ = self._decode(self._weights, self._cache, lanes, steps)
-            nowhere = self._decoder.place(np.int32(0))
-            self._cache = self._copy(self._cache, nowhere, nowhere)
-            done.set_result(None)
-
-        self._leave(run_all)
-        done.result()
-
     def metrics(self) -> dict[str, float]:
         """Counters since the start, and what goes on now."""
         counters = dataclasses.asdict(self._counters)
@@ -228,14 +215,7 @@ class JaxEngine:
             "evictions": self._table.evictions,
             "active_slots": len(self._table.busy),
             "queue_length": len(self._arrived) + len(self._waiting),
-            "compiled_programs": sum(
-                f._cache_size() for f in (self._fill, self._copy, self._decode)
-            ),
         }
-
-    @property
-    def _table_size(self) -> int:
-        return len(self._table.slots)
 
     def _check(self, request: Request) -> None:
         ids, how = request.prompt_ids, request.sampling
@@ -270,9 +250,23 @@ class JaxEngine:
             self._errands.append(errand)
             self._notes.notify()
 
+    def _compile_all(self) -> None:
+        """Runs every program there is on nothing; no request compiles anything after it."""
+        place = self._decoder.place
+        for shape in self._prefill_shapes:
+            self._cache = self._decoder.fill(
+                self._weights, self._cache, place(empty_chunks(*shape))
+            )
+        for width in self._lane_sizes:
+            lanes, steps = place((empty_lanes(width, self._decoder.slots), np.int32(0)))
+            self._cache, _ = self._decoder.decode(self._weights, self._cache, lanes, steps)
+        self._cache = self._decoder.copy(self._cache, *place((np.int32(0), np.int32(0))))
+
     def _run(self) -> None:
         reason = "the engine is closed"
         try:
+            if self._compile_ahead:
+                self._compile_all()
             while self._take_notes():
                 self._withdraw_cancelled()
                 self._admit()
@@ -294,6 +288,8 @@ class JaxEngine:
                 if self._closed is not None:
                     return False
                 self._notes.wait()
+                while self._arrived and self._notes.wait(_BURST_SECONDS):
+                    pass
             if self._closed is not None:
                 return False
             # Together, so that a request never overtakes weights that were there before it.
@@ -333,27 +329,21 @@ class JaxEngine:
             if copy is not None:
                 leader, held = copy
                 where = self._decoder.place((np.int32(leader.index), np.int32(slot.index)))
-                self._cache = self._copy(self._cache, *where)
+                self._cache = self._decoder.copy(self._cache, *where)
                 self._counters.reused_tokens += held - slot.filled
                 slot.filled = held
-        pieces: list[tuple[Slot, int, int]] = []
-        for slot in pending:
-            if self._table.waits(slot):
-                continue
-            for start in range(slot.filled, len(slot.ids) - 1, self._prefill_chunk):
-                stop = min(start + self._prefill_chunk, len(slot.ids) - 1)
-                pieces.append((slot, start, stop))
-        del pieces[self._prefill_rows[-1] :]
-        if not pieces:
+        ready = [s for s in pending if not self._table.waits(s)]
+        if not ready:
             return
-        rows = next(r for r in self._prefill_rows if r >= len(pieces))
-        chunks = empty_chunks(rows, self._prefill_chunk)
+        cuts = {shape: cut_pieces(ready, *shape) for shape in self._prefill_shapes}
+        shape = max(cuts, key=lambda shape: density(cuts[shape], *shape))
+        pieces, chunks = cuts[shape], empty_chunks(*shape)
         for row, (slot, start, stop) in enumerate(pieces):
             chunks.rows[row] = slot.index
             chunks.tokens[row, : stop - start] = slot.ids[start:stop]
             chunks.positions[row, : stop - start] = range(start, stop)
         began = time.perf_counter()
-        self._cache = self._fill(self._weights, self._cache, self._decoder.place(chunks))
+        self._cache = self._decoder.fill(self._weights, self._cache, self._decoder.place(chunks))
         jax.block_until_ready(self._cache)
         self._counters.prefill_seconds += time.perf_counter() - began
         self._counters.prefill_dispatches += 1
@@ -367,8 +357,11 @@ class JaxEngine:
         ready = [s for s in busy if s.missing == 0]
         if not ready:
             return
-        steps = max(1, self._max_steps * len(ready) // len(busy))
-        lanes = empty_lanes(next(w for w in self._lane_sizes if w >= len(ready)), self._table_size)
+        # A step costs almost the same for few lanes as for many: better wait for the others.
+        steps = max(1, self._max_steps * len(ready) ** 2 // len(busy) ** 2)
+        lanes = empty_lanes(
+            next(w for w in self._lane_sizes if w >= len(ready)), self._decoder.slots
+        )
         places = range(len(ready)) if lanes.rows is not None else [s.index for s in ready]
         for lane, slot in zip(places, ready, strict=True):
             job, how = slot.job, slot.job.request.sampling
@@ -385,7 +378,7 @@ class JaxEngine:
             lanes.controls.seeds[lane] = seed_words(job.request.seed)
         began = time.perf_counter()
         placed, limit = self._decoder.place((lanes, np.int32(steps)))
-        self._cache, decoded = self._decode(self._weights, self._cache, placed, limit)
+        self._cache, decoded = self._decoder.decode(self._weights, self._cache, placed, limit)
         decoded = jax.device_get(decoded)
         self._counters.decode_seconds += time.perf_counter() - began
         self._counters.decode_dispatches += 1

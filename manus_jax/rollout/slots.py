@@ -7,6 +7,7 @@ state machine that the engine's thread owns.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +54,10 @@ class Slot:
         """Keeps the first `length` ids."""
         del self.ids[length:]
         self.filled = min(self.filled, length)
+
+
+Piece = tuple[Slot, int, int]
+"""A slot, and from where to where its ids are to be filled."""
 
 
 class SlotTable:
@@ -148,3 +153,18 @@ class SlotTable:
                 slot.stale = True
             else:
                 slot.filled = 0
+
+
+def cut_pieces(slots: Sequence[Slot], rows: int, chunk: int) -> list[Piece]:
+    """The next ids to be filled, in at most `rows` pieces of at most `chunk`."""
+    pieces = (
+        (slot, start, min(start + chunk, len(slot.ids) - 1))
+        for slot in slots
+        for start in range(slot.filled, len(slot.ids) - 1, chunk)
+    )
+    return list(itertools.islice(pieces, rows))
+
+
+def density(pieces: Sequence[Piece], rows: int, chunk: int) -> float:
+    """Ids filled for the work of a dispatch, of which every row has some that is not its ids."""
+    return sum(stop - start for _, start, stop in pieces) / (rows * (chunk + 8))
