@@ -1,6 +1,6 @@
 """How fast the project's environment servers answer, and what a session costs in memory.
 
-    python benchmarks/env_servers.py --envs textcraft babyai maze wordle --seconds 10
+    python benchmarks/envs.py --envs textcraft babyai maze wordle --seconds 10
 
 Each environment is served by one real process (`python -m envs.serve`). 32 clients (fewer where a
 server allows fewer sessions), in two processes so that they are not the bottleneck, replay the
@@ -17,11 +17,15 @@ import json
 import multiprocessing
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
+
+# This folder comes first when the script is started, and this file is not the package `envs`.
+sys.path.pop(0)
 
 from envs.registry import ENVIRONMENTS as EMBEDDED
 from envs.registry import load
