@@ -33,7 +33,7 @@ from manus_jax.models.transformer import (
     rms_norm,
     rope_angles,
 )
-from manus_jax.rollout.sampling import Controls, sample
+from manus_jax.rollout.sampling import Controls, no_controls, sample
 
 FIRST_BLOCK = 128
 MAX_STOP_IDS = 8
@@ -347,10 +347,11 @@ def block_lengths(max_length: int) -> tuple[int, ...]:
 def lane_sizes(slots: int) -> tuple[int, ...]:
     """How many lanes a dispatch may have, ascending; the last is a lane for every slot.
 
-    All are multiples of 16, for which CPU kernels give a row the same bits at every size.
+    The products of a CPU give a row the same bits at any number of rows that fills their tiles.
     """
-    widest = -(-slots // 16) * 16
-    return (widest,) if widest < 64 else (-(-widest // 64) * 16, widest)
+    if slots <= 192:
+        return (-(-slots // 16) * 16,)
+    return (64, -(-slots // 64) * 64)
 
 
 def empty_lanes(width: int, slots: int) -> Lanes:
@@ -361,13 +362,7 @@ def empty_lanes(width: int, slots: int) -> Lanes:
         positions=np.zeros(width, np.int32),
         budget=np.zeros(width, np.int32),
         stop_ids=np.full((width, MAX_STOP_IDS), -1, np.int32),
-        controls=Controls(
-            temperature=np.ones(width, np.float32),
-            top_p=np.ones(width, np.float32),
-            top_k=np.zeros(width, np.int32),
-            min_p=np.zeros(width, np.float32),
-            seeds=np.zeros((width, 2), np.uint32),
-        ),
+        controls=no_controls(width),
     )
 
 

@@ -36,7 +36,7 @@ from manus_jax.rollout.cached_decoder import (
     lane_sizes,
 )
 from manus_jax.rollout.engine import EngineError, FinishReason, Generation, Request
-from manus_jax.rollout.sampling import seed_words
+from manus_jax.rollout.sampling import problem_with
 from manus_jax.rollout.slots import Slot, SlotTable, cut_pieces, density
 
 Decode = Callable[[list[int]], str]
@@ -220,7 +220,7 @@ class JaxEngine:
     def _check(self, request: Request) -> None:
         ids, how = request.prompt_ids, request.sampling
         vocab = self._decoder.arch.vocab_size
-        problem = None
+        problem = problem_with(how)
         if not ids:
             problem = "the prompt is empty"
         elif len(ids) >= self._max_length:
@@ -230,12 +230,6 @@ class JaxEngine:
             )
         elif min(ids) < 0 or max(ids) >= vocab:
             problem = f"prompt ids must lie in 0..{vocab - 1}: {min(ids)}..{max(ids)}"
-        elif how.max_tokens < 1:
-            problem = f"max_tokens = {how.max_tokens}: at least 1"
-        elif how.temperature < 0 or how.top_k < 0 or not 0 <= how.min_p <= 1:
-            problem = f"temperature and top_k must not be negative, min_p lies in 0..1: {how}"
-        elif not 0 < how.top_p <= 1:
-            problem = f"top_p = {how.top_p} must be above 0 and at most 1"
         elif len(how.stop_ids) > MAX_STOP_IDS:
             problem = f"{len(how.stop_ids)} stop ids; the engine takes {MAX_STOP_IDS}"
         elif how.stop_strings and self._decode_text is None:
@@ -371,11 +365,7 @@ class JaxEngine:
             lanes.positions[lane] = len(slot.ids) - 1
             lanes.budget[lane] = job.budget - job.made
             lanes.stop_ids[lane, : len(how.stop_ids)] = how.stop_ids
-            lanes.controls.temperature[lane] = how.temperature
-            lanes.controls.top_p[lane] = how.top_p
-            lanes.controls.top_k[lane] = how.top_k
-            lanes.controls.min_p[lane] = how.min_p
-            lanes.controls.seeds[lane] = seed_words(job.request.seed)
+            lanes.controls.put(lane, how, job.request.seed)
         began = time.perf_counter()
         placed, limit = self._decoder.place((lanes, np.int32(steps)))
         self._cache, decoded = self._decoder.decode(self._weights, self._cache, placed, limit)

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from manus_jax.rollout.engine import Sampling
 
 BLOCK = 128
 # Below this distance from the highest logit a float32 probability is zero.
@@ -27,10 +30,35 @@ class Controls(NamedTuple):
     min_p: Any
     seeds: Any
 
+    def put(self, row: int, how: Sampling, seed: int) -> None:
+        """Sets a row of host arrays; of the seed, any integer, 64 bits count."""
+        self.temperature[row] = how.temperature
+        self.top_p[row] = how.top_p
+        self.top_k[row] = how.top_k
+        self.min_p[row] = how.min_p
+        self.seeds[row] = (seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF
 
-def seed_words(seed: int) -> tuple[int, int]:
-    """A Python integer as the two words of a row of `Controls.seeds`."""
-    return (seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF
+
+def no_controls(rows: int) -> Controls:
+    """Host arrays: temperature 1, seed 0."""
+    return Controls(
+        temperature=np.ones(rows, np.float32),
+        top_p=np.ones(rows, np.float32),
+        top_k=np.zeros(rows, np.int32),
+        min_p=np.zeros(rows, np.float32),
+        seeds=np.zeros((rows, 2), np.uint32),
+    )
+
+
+def problem_with(how: Sampling) -> str | None:
+    """What makes these settings impossible to sample with."""
+    if how.max_tokens < 1:
+        return f"max_tokens = {how.max_tokens}: at least 1"
+    if how.temperature < 0 or how.top_k < 0:
+        return f"temperature and top_k must not be negative: {how.temperature}, {how.top_k}"
+    if not 0 < how.top_p <= 1 or not 0 <= how.min_p <= 1:
+        return f"top_p lies above 0 and up to 1, min_p in 0..1: {how.top_p}, {how.min_p}"
+    return None
 
 
 def sample(
