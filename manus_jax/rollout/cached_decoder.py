@@ -349,7 +349,7 @@ def lane_sizes(slots: int) -> tuple[int, ...]:
 
     The products of a CPU give a row the same bits at any number of rows that fills their tiles.
     """
-    if slots <= 192:
+    if slots <= 128:
         return (-(-slots // 16) * 16,)
     return (64, -(-slots // 64) * 64)
 

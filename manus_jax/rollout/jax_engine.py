@@ -316,20 +316,29 @@ class JaxEngine:
             self._waiting.popleft()
 
     def _fill_some(self) -> None:
-        """One dispatch of prompt chunks, after the copies that save some."""
-        pending = [s for s in self._table.busy if s.missing > 0]
-        for slot in pending:
-            copy = self._table.copyable(slot)
-            if copy is not None:
-                leader, held = copy
-                where = self._decoder.place((np.int32(leader.index), np.int32(slot.index)))
-                self._cache = self._decoder.copy(self._cache, *where)
-                self._counters.reused_tokens += held - slot.filled
-                slot.filled = held
-        ready = [s for s in pending if not self._table.waits(s)]
-        if not ready:
-            return
-        cuts = {shape: cut_pieces(ready, *shape) for shape in self._prefill_shapes}
+        """Fills about as many tokens as a round of decoding makes, so that neither holds up the
+        other for long, and copies what other slots have."""
+        room = self._max_steps * len(self._table.busy)
+        while room > 0:
+            pending = [s for s in self._table.busy if s.missing > 0]
+            for slot in pending:
+                copy = self._table.copyable(slot)
+                if copy is not None:
+                    self._share(slot, *copy)
+            ready = [s for s in pending if s.missing > 0 and not self._table.waits(s)]
+            if not ready:
+                return
+            room -= self._fill_pieces(ready)
+
+    def _share(self, slot: Slot, leader: Slot, held: int) -> None:
+        where = self._decoder.place((np.int32(leader.index), np.int32(slot.index)))
+        self._cache = self._decoder.copy(self._cache, *where)
+        self._counters.reused_tokens += held - slot.filled
+        slot.filled = held
+
+    def _fill_pieces(self, slots: Sequence[Slot]) -> int:
+        """One dispatch, of the shape that wastes less; returns how many tokens it filled."""
+        cuts = {shape: cut_pieces(slots, *shape) for shape in self._prefill_shapes}
         shape = max(cuts, key=lambda shape: density(cuts[shape], *shape))
         pieces, chunks = cuts[shape], empty_chunks(*shape)
         for row, (slot, start, stop) in enumerate(pieces):
@@ -337,27 +346,35 @@ class JaxEngine:
             chunks.tokens[row, : stop - start] = slot.ids[start:stop]
             chunks.positions[row, : stop - start] = range(start, stop)
         began = time.perf_counter()
-        self._cache = self._decoder.fill(self._weights, self._cache, self._decoder.place(chunks))
+        placed = self._decoder.place(chunks)
+        self._cache = self._decoder.fill(self._weights, self._cache, placed)
         jax.block_until_ready(self._cache)
         self._counters.prefill_seconds += time.perf_counter() - began
         self._counters.prefill_dispatches += 1
-        for slot, start, stop in pieces:
+        for slot, _, stop in pieces:
             slot.filled = stop
-            self._counters.prefill_tokens += stop - start
+        tokens = sum(stop - start for _, start, stop in pieces)
+        self._counters.prefill_tokens += tokens
+        return tokens
 
     def _decode_some(self) -> None:
-        """One dispatch for all streams whose prompt is filled; shorter while others are filled."""
+        """A round for all streams whose prompt is filled; shorter while many others wait for that,
+        since a step costs almost the same for few lanes as for many."""
         busy = self._table.busy
         ready = [s for s in busy if s.missing == 0]
         if not ready:
             return
-        # A step costs almost the same for few lanes as for many: better wait for the others.
         steps = max(1, self._max_steps * len(ready) ** 2 // len(busy) ** 2)
-        lanes = empty_lanes(
-            next(w for w in self._lane_sizes if w >= len(ready)), self._decoder.slots
-        )
-        places = range(len(ready)) if lanes.rows is not None else [s.index for s in ready]
-        for lane, slot in zip(places, ready, strict=True):
+        fewest, widest = self._lane_sizes[0], self._lane_sizes[-1]
+        width = fewest if 2 * len(ready) <= widest else widest
+        for first in range(0, len(ready), width):
+            self._decode_lanes(ready[first : first + width], width, steps)
+
+    def _decode_lanes(self, slots: Sequence[Slot], width: int, steps: int) -> None:
+        """One dispatch."""
+        lanes = empty_lanes(width, self._decoder.slots)
+        places = [s.index for s in slots] if lanes.rows is None else range(len(slots))
+        for lane, slot in zip(places, slots, strict=True):
             job, how = slot.job, slot.job.request.sampling
             if lanes.rows is not None:
                 lanes.rows[lane] = slot.index
@@ -373,7 +390,7 @@ class JaxEngine:
         self._counters.decode_seconds += time.perf_counter() - began
         self._counters.decode_dispatches += 1
         self._counters.decode_steps += int(decoded.counts.max())
-        for lane, slot in zip(places, ready, strict=True):
+        for lane, slot in zip(places, slots, strict=True):
             self._take(slot, decoded, lane)
 
     def _take(self, slot: Slot, decoded: Decoded, lane: int) -> None:
