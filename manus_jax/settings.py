@@ -10,6 +10,7 @@ from typing import Any, Literal
 from manus_jax.config import ConfigError, settings
 from manus_jax.learner.packing import Overlong
 from manus_jax.models.transformer import REMAT_POLICIES
+from manus_jax.rollout.prompts import PromptSource
 
 
 def _require(condition: bool, message: str) -> None:
@@ -147,7 +148,8 @@ class RolloutGroup:
     top_k: int = 0
     memory_turns: int | None = None  # turns kept besides the opening; None: all
     action_format: str = "auto"  # the environment's own, or a name of rollout/actions.py
-    prompt_source: Literal["environment", "dataset"] = "environment"
+    prompt_source: PromptSource = "environment"  # what an episode opens with
+    prompt_examples: int = 1  # of the environment's examples, at most
     invalid_action_penalty: float = 0.0
     generation_timeout: float = 600.0
     max_in_flight: int = 1024

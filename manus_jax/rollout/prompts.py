@@ -6,12 +6,14 @@ gets it added. So no model is ever asked for one form and read in another, or le
 """
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 from manus_jax.agentgym.prompts import PROMPTS, EnvironmentPrompt
 from manus_jax.chat import Message
 from manus_jax.dataset import Task
 from manus_jax.rollout.actions import ActionFormat
+
+PromptSource = Literal["environment", "dataset", "observation"]
 
 ACKNOWLEDGEMENT = "OK. I will follow these instructions and answer in this format."
 LEFT_OUT = "[{turns} earlier turns are left out here. The newest observation before the next turn:]"
@@ -22,19 +24,21 @@ CUT = "[... {characters} characters are left out here ...]"
 class PromptSettings:
     """How an episode opens.
 
-    `source`: the environment's instruction ("environment"), or the dataset's own prompt where a
-    row has one ("dataset"). `layout`: instruction and first observation in one user turn ("user");
-    the instruction as the system's turn ("system"); or as a user turn that the assistant
-    acknowledges before the observation ("acknowledged"), as in AgentGym's conversations.
+    `source`: the environment's instruction ("environment"), the dataset's own prompt where a row
+    has one ("dataset"), or nothing but the first observation ("observation"), for a model that was
+    fine-tuned on the game and needs no telling. `layout`: instruction and first observation in one
+    user turn ("user"); the instruction as the system's turn ("system"); or as a user turn that the
+    assistant acknowledges before the observation ("acknowledged"), as in AgentGym's conversations.
     """
 
-    source: Literal["environment", "dataset"] = "environment"
+    source: PromptSource = "environment"
     layout: Literal["user", "system", "acknowledged"] = "user"
     examples: int = 1  # of the environment's examples, at most
 
     def __post_init__(self) -> None:
-        if self.source not in ("environment", "dataset"):
-            raise ValueError(f"prompt source {self.source!r}; there are environment, dataset")
+        if self.source not in get_args(PromptSource):
+            known = ", ".join(get_args(PromptSource))
+            raise ValueError(f"prompt source {self.source!r}; there are {known}")
         if self.layout not in ("user", "system", "acknowledged"):
             raise ValueError(f"prompt layout {self.layout!r}; there are user, system, acknowledged")
         if self.examples < 0:
@@ -58,6 +62,8 @@ class Opening:
 
 def opening(task: Task, action_format: ActionFormat, settings: PromptSettings) -> Opening:
     """How the episode of a task opens."""
+    if settings.source == "observation":
+        return Opening((), joined=False)
     if settings.source == "dataset" and task.prompt:
         return _from_dataset(task.prompt, action_format, settings.layout)
     assert task.env is not None

@@ -39,7 +39,7 @@ def make_rollout(
             max_observation_tokens=group.max_observation_tokens,
             memory_turns=group.memory_turns,
             action_format=group.action_format,
-            prompt=PromptSettings(source=group.prompt_source),
+            prompt=PromptSettings(group.prompt_source, examples=group.prompt_examples),
             invalid_action_penalty=group.invalid_action_penalty,
             generation_timeout=group.generation_timeout,
             max_in_flight=group.max_in_flight,

@@ -116,3 +116,9 @@ def test_what_memory_leaves_out_is_said() -> None:
 def test_wrong_settings_are_refused(wrong) -> None:
     with pytest.raises(ValueError, match="prompt"):
         PromptSettings(**wrong)
+
+
+def test_an_agent_that_needs_no_telling_opens_with_the_observation_alone() -> None:
+    settings = PromptSettings(source="observation")
+    [message] = opening(MAZE, FORMATS["react"], settings).messages("seen")
+    assert (message.role, message.content) == ("user", "seen")
