@@ -235,10 +235,12 @@ class TrainSettings:
     val_only: bool = False
     val_tasks: int = 64  # of each environment's test tasks, always the same
     val_temperature: float = 0.0
+    yardsticks: tuple[str, ...] = ()  # "oracle", "random": they play the validation tasks once
     max_bad_updates: int = 3  # updates in a row without a finite gradient that end the run
     turns_schedule: tuple[int, ...] = ()  # turn limits, one after the other; empty: max_turns
     turns_schedule_steps: int = 100  # how long each of them holds
     export: bool = True
+    next_command: str = ""  # printed at the end, for a config that leads on to another
 
     def __post_init__(self) -> None:
         _require(bool(self.run_dir), "train.run_dir is not set: where shall the run be written?")

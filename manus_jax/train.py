@@ -3,6 +3,7 @@
 from manus_jax import command, config
 from manus_jax.models import huggingface
 from manus_jax.runtime.assembly import TrainConfig, open_trainer
+from manus_jax.runtime.closing import print_closing
 from manus_jax.settings import (
     AlgorithmSettings,
     ComputeSettings,
@@ -45,17 +46,14 @@ def main(arguments: list[str]) -> None:
     config.refuse_unread(read)
     settings = TrainConfig(**built)
     with open_trainer(settings, config.operative_config()) as trainer:
-        last = trainer.run()
+        trainer.run()
         step = settings.train.total_steps
         export = trainer.directory.export(step)
         if settings.train.export and not settings.train.val_only and not export.exists():
             export.parent.mkdir(exist_ok=True)
             card = huggingface.ModelCard.load(trainer.directory.model)
             huggingface.save_hf(trainer.policy.state.params, card, export)
-    for name, value in sorted(last.items()):
-        if name.startswith("val/"):
-            print(f"{name:32s} {value:.4f}")
-    print(f"run directory                    {settings.train.run_dir}")
+    print_closing(trainer.directory, settings.train.yardsticks, settings.train.next_command)
 
 
 if __name__ == "__main__":

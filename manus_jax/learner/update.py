@@ -54,8 +54,9 @@ def state_shardings(
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The state around `params`, which are taken over (not copied)."""
+    """The state around `params`, which are taken over (copied only to where they belong)."""
     shardings = state_shardings(params, optimizer, mesh)
+    params = jax.device_put(params, shardings.params)
     opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
     zero = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
     return TrainState(params, opt_state, zero, jnp.copy(zero))

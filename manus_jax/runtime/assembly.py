@@ -27,8 +27,10 @@ from manus_jax.learner.update import check_rows
 from manus_jax.models.transformer import Critic, Transformer, abstract_model, critic_from_policy
 from manus_jax.rewards import RewardSettings
 from manus_jax.rollout.dialogue import EngineAgent
-from manus_jax.rollout.policies import OraclePolicy
+from manus_jax.rollout.player import Agent
+from manus_jax.rollout.policies import OraclePolicy, RandomPolicy
 from manus_jax.rollout.runner import run_episodes
+from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import episode_specs, trajectories
 from manus_jax.runtime import policy_source, supervised
 from manus_jax.runtime.checkpoints import Checkpoints
@@ -143,6 +145,19 @@ def _check_sizes(config: TrainConfig, recipe: Recipe) -> None:
         )
 
 
+def _yardsticks(train: TrainSettings, panel: Panel, rollout: RolloutSettings) -> dict[str, Agent]:
+    made: dict[str, Agent] = {"oracle": OraclePolicy(), "random": RandomPolicy(train.seed)}
+    for name in train.yardsticks:
+        if name not in made:
+            raise ConfigError(f"train.yardsticks has {name!r}; there are oracle and random")
+        for env in panel.environments:
+            try:
+                made[name].check(env, rollout)
+            except ValueError as error:
+                raise ConfigError(f"train.yardsticks: {error}") from None
+    return made
+
+
 def warm_start(
     config: TrainConfig, directory: RunDirectory, sources: Sources, pool: EnvironmentPool
 ) -> Path:
@@ -208,6 +223,7 @@ def open_trainer(config: TrainConfig, operative_config: str) -> Iterator[Trainer
     check_rows(data.rows, mesh)
     sources, panel = read_task_sources(data, config.env, train.val_tasks)
     mixture = Mixture(sources, train.seed)
+    yardsticks = _yardsticks(train, panel, rollout)
     if config.model.path is not None:
         policy_source.from_path(Path(config.model.path))
     directory = RunDirectory(train.run_dir, operative_config)
@@ -232,6 +248,7 @@ def open_trainer(config: TrainConfig, operative_config: str) -> Iterator[Trainer
         )
         stack.callback(checkpoints.close)
         validation = make_rollout(config.rollout, train.seed, train.val_temperature)
+        policies: dict[str, Agent] = {"val": agent, **yardsticks}
         yield Trainer(
             train=train,
             algorithm=config.algorithm,
@@ -247,7 +264,7 @@ def open_trainer(config: TrainConfig, operative_config: str) -> Iterator[Trainer
             pool=pool,
             directory=directory,
             checkpoints=checkpoints,
-            validate=lambda: evaluate_policy(agent, pool, panel, validation).metrics(),
+            evaluate=lambda name: evaluate_policy(policies[name], pool, panel, validation),
             lr=lr,
         )
 

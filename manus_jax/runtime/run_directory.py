@@ -5,6 +5,7 @@ another configuration is refused, with what differs. Settings that only say how 
 often to save or on which devices may change between two starts.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 # Bindings that leave the run's mathematics as it is.
 _MAY_CHANGE = re.compile(
-    r"^(mesh\.\w+|\w+\.(run_dir|total_steps|save_freq|test_freq|keep_checkpoints|export))$"
+    r"^(mesh\.\w+|\w+\.(run_dir|total_steps|save_freq|test_freq|keep_checkpoints|export|next_command))$"
 )
 
 
@@ -57,17 +58,19 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())
 
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines that are whole; a kill may have cut the last one short."""
+        if not self._metrics.exists():
+            return []
+        lines = []
+        for line in self._metrics.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                lines.append(json.loads(line))
+        return lines
+
     def forget_metrics_after(self, step: int) -> None:
         """Drops lines of later steps: a resumed run writes them again."""
-        if not self._metrics.exists():
-            return
-        kept = []
-        for line in self._metrics.read_text().splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-            except (json.JSONDecodeError, KeyError):
-                continue  # a line cut short by a kill
+        kept = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
         write_atomically(self._metrics, "".join(kept))
 
 

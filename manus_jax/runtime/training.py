@@ -10,7 +10,7 @@ are derived from the seed and the step, so a resumed run repeats none and skips 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,8 @@ from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import Outcome, Trajectory, episode_specs, trajectories
 from manus_jax.rollout.trajectory_files import write_trajectories
 from manus_jax.runtime.checkpoints import Checkpoints
+from manus_jax.runtime.closing import validation_file
+from manus_jax.runtime.evaluation import EvaluationResult
 from manus_jax.runtime.experience import Experience, add_advantages, comparable, with_signal
 from manus_jax.runtime.progress import ProgressLine
 from manus_jax.runtime.run_directory import RunDirectory
@@ -86,7 +88,7 @@ class Trainer:
     pool: EnvironmentPool
     directory: RunDirectory
     checkpoints: Checkpoints
-    validate: Any  # () -> dict[str, float]
+    evaluate: Callable[[str], EvaluationResult]  # "val", or the name of a yardstick
     lr: Any  # step -> float
 
     def __post_init__(self) -> None:
@@ -109,7 +111,9 @@ class Trainer:
             if start:
                 line.say(f"resumed at step {start}")
             if start == 0 and (train.val_before_train or train.val_only):
-                last = self.validate()
+                for name in train.yardsticks:
+                    last |= self.evaluate(name).metrics(f"val_{name}")
+                last |= self._validate(0)
                 self.directory.append_metrics({"step": 0, **last})
                 line.say(_validation_line(0, last))
             if train.val_only:
@@ -126,7 +130,7 @@ class Trainer:
                     )
                 if step % train.test_freq == 0 or step == train.total_steps:
                     with timer.phase("testing"):
-                        metrics |= self.validate()
+                        metrics |= self._validate(step)
                     line.say(_validation_line(step, metrics))
                 if step % train.save_freq == 0 or step == train.total_steps:
                     with timer.phase("save_checkpoint"):
@@ -139,6 +143,13 @@ class Trainer:
                 line.update(step, {name.split("/")[1]: metrics.get(name, 0.0) for name in shown})
         self.checkpoints.wait()
         return last
+
+    def _validate(self, step: int) -> dict[str, float]:
+        result = self.evaluate("val")
+        write_trajectories(
+            self.directory.path / "trajectories", validation_file(step), result.outcomes
+        )
+        return result.metrics()
 
     def _step(self, step: int, timer: Timer) -> tuple[dict[str, float], int]:
         """One step; its metrics, and how many of its updates had a bad gradient."""

@@ -32,12 +32,12 @@ def data(seed=0, rows=3, length=19, dim=8, vocab=41, share=0.4):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("with_entropy", [False, True])
-@pytest.mark.parametrize("chunk_tokens", [3, 15, 4096])
-def test_values_and_gradients_equal_the_naive_ones(temperature, with_entropy, chunk_tokens):
+@pytest.mark.parametrize("chunk", [1, 5, 4096])
+def test_values_and_gradients_equal_the_naive_ones(temperature, with_entropy, chunk):
     hidden, head, ids, mask, weight = data()
 
     def ours(hidden, head):
-        lp, h = token_log_probs(hidden, head, ids, mask, temperature, with_entropy, chunk_tokens)
+        lp, h = token_log_probs(hidden, head, ids, mask, temperature, with_entropy, chunk)
         return jnp.sum(lp * weight[0]) + jnp.sum(h * weight[1]), (lp, h)
 
     def reference(hidden, head):
@@ -55,7 +55,7 @@ def test_values_and_gradients_equal_the_naive_ones(temperature, with_entropy, ch
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_no_trained_token_and_all_trained_tokens(share):
     hidden, head, ids, mask, _ = data(share=share)
-    lp, _ = token_log_probs(hidden, head, ids, mask, chunk_tokens=12)
+    lp, _ = token_log_probs(hidden, head, ids, mask, chunk=4)
     chex.assert_trees_all_close(lp, naive(hidden, head, ids, mask, 1.0)[0], atol=1e-5)
 
 
@@ -70,6 +70,6 @@ def test_changing_the_share_of_trained_tokens_does_not_recompile():
 def test_no_array_of_all_logits_is_ever_made():
     rows, length, dim, vocab = 4, 256, 8, 512
     hidden, head, ids, mask, _ = data(rows=rows, length=length, dim=dim, vocab=vocab)
-    f = lambda h, w: token_log_probs(h, w, ids, mask, 1.0, True, chunk_tokens=64)[0].sum()
+    f = lambda h, w: token_log_probs(h, w, ids, mask, 1.0, True, chunk=16)[0].sum()
     temp = jax.jit(jax.grad(f, (0, 1))).lower(hidden, head).compile().memory_analysis()
     assert temp.temp_size_in_bytes < rows * length * vocab * 4 / 2
