@@ -18,6 +18,7 @@ from manus_jax.rollout.engine import EngineError
 from manus_jax.runtime.checkpoints import CheckpointError
 from manus_jax.runtime.evaluation import EvaluationError
 from manus_jax.runtime.run_directory import RunDirectoryError
+from manus_jax.runtime.stopping import Stopped
 
 USER_ERRORS = (
     ChatTemplateError,
@@ -46,6 +47,9 @@ def run(
     except USER_ERRORS as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        sys.exit(stopped.code)
     except KeyboardInterrupt:
         print(f"interrupted; {interrupted}", file=sys.stderr)
         sys.exit(130)

@@ -43,6 +43,7 @@ from manus_jax.runtime.evaluation import EvaluationResult
 from manus_jax.runtime.experience import Experience, add_advantages, comparable, with_signal
 from manus_jax.runtime.progress import ProgressLine
 from manus_jax.runtime.run_directory import RunDirectory
+from manus_jax.runtime.stopping import Stopped, stop_requests
 from manus_jax.settings import AlgorithmSettings, TrainSettings
 
 
@@ -107,7 +108,10 @@ class Trainer:
         start = self._restore()
         last: dict[str, float] = {}
         bad = 0
-        with ProgressLine("train", train.total_steps, start) as line:
+        with (
+            stop_requests("stopping after this step; once more stops at once") as stop,
+            ProgressLine("train", train.total_steps, start) as line,
+        ):
             if start:
                 line.say(f"resumed at step {start}")
             if start == 0 and (train.val_before_train or train.val_only):
@@ -121,6 +125,7 @@ class Trainer:
             for step in range(start + 1, train.total_steps + 1):
                 timer = Timer()
                 metrics, bad_updates = self._step(step, timer)
+                metrics["training/global_step"] = float(step)
                 bad = bad + bad_updates if bad_updates else 0
                 if bad >= train.max_bad_updates:
                     raise TrainingError(
@@ -132,15 +137,22 @@ class Trainer:
                     with timer.phase("testing"):
                         metrics |= self._validate(step)
                     line.say(_validation_line(step, metrics))
-                if step % train.save_freq == 0 or step == train.total_steps:
+                if step % train.save_freq == 0 or step == train.total_steps or stop:
+                    metrics |= timer.metrics()
                     with timer.phase("save_checkpoint"):
                         self._save(step, metrics)
                 metrics |= timer.metrics()
-                metrics["training/global_step"] = float(step)
                 self.directory.append_metrics({"step": step, **metrics})
                 last |= metrics
                 shown = ("critic/score/mean", "episode/success_rate", "actor/pg_loss")
                 line.update(step, {name.split("/")[1]: metrics.get(name, 0.0) for name in shown})
+                if stop and step < train.total_steps:
+                    self.checkpoints.wait()
+                    raise Stopped(
+                        f"stopped after step {step} of {train.total_steps}, which is saved; "
+                        "the same command goes on from there",
+                        stop.exit_code,
+                    )
         self.checkpoints.wait()
         return last
 
@@ -297,6 +309,7 @@ class Trainer:
         host = {
             "mixture": self.mixture.state(),
             "kl_controller": controller_to_json(self.kl_controller),
+            "metrics": metrics,  # a kill may come before they are in their file
         }
         score = float(np.mean(rates)) if rates else None
         self.checkpoints.save(step, self._states(), host, score)
@@ -315,6 +328,8 @@ class Trainer:
             self.kl_controller = controller_from_json(host["kl_controller"])
             self.engine.update_weights(self.policy.state.params, start)
         self.directory.forget_metrics_after(start or -1)
+        if start and all(line["step"] != start for line in self.directory.metrics()):
+            self.directory.append_metrics({"step": start, **host["metrics"]})
         return start
 
 
