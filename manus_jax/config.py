@@ -8,6 +8,7 @@ that this command never reads, macros nobody refers to. What was read is the ope
 import argparse
 import dataclasses
 import difflib
+import io
 import re
 import types
 import typing
@@ -19,6 +20,7 @@ import gin
 
 T = TypeVar("T")
 _REGISTRY: dict[str, Any] = {}
+_INCLUDE = re.compile(r"""include\s+(["'])(?P<path>.+)\1\s*(#.*)?""")
 
 
 class ConfigError(ValueError):
@@ -109,7 +111,10 @@ def argument_parser(command: str, description: str) -> argparse.ArgumentParser:
 
 
 def parse(files: Sequence[str], params: Sequence[str]) -> None:
-    """Reads gin files and bindings, in this order; errors are one line."""
+    """Reads gin files and bindings, in this order; errors are one line.
+
+    An `include "base.gin"` is looked for beside the file that says so.
+    """
     gin.clear_config()
     missing = [f for f in files if not Path(f).is_file()]
     if missing:
@@ -118,9 +123,39 @@ def parse(files: Sequence[str], params: Sequence[str]) -> None:
     if bad:
         raise ConfigError(f"--gin_param {bad[0]!r} is no binding; write it as 'name.field = value'")
     try:
-        gin.parse_config_files_and_bindings(list(files), list(params))
-    except (ValueError, SyntaxError, OSError, AttributeError) as error:
+        for file in files:
+            _parse_file(Path(file))
+        gin.parse_config_files_and_bindings([], list(params))
+    except ConfigError:
+        raise
+    except (ValueError, SyntaxError, OSError, AttributeError, ImportError) as error:
         raise ConfigError(_explain(error)) from None
+
+
+class _Lines(io.StringIO):
+    """Lines of a file that gin reads and, in its errors, calls by the file's name."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        self.name = name
+
+
+def _parse_file(path: Path, inside: tuple[Path, ...] = ()) -> None:
+    # gin looks for included files from the current directory on, wherever the including one is.
+    if path.resolve() in inside:
+        raise ConfigError(f"gin file {path} includes itself")
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    start = 0
+    for number, line in enumerate([*lines, ""]):
+        include = _INCLUDE.fullmatch(line.strip())
+        if include or number == len(lines):
+            gin.parse_config(_Lines(str(path), "\n" * start + "".join(lines[start:number])))
+            start = number + 1
+        if include:
+            included = path.parent / include["path"]
+            if not included.is_file():
+                raise ConfigError(f"{path} includes {included}, which does not exist")
+            _parse_file(included, (*inside, path.resolve()))
 
 
 def _explain(error: Exception) -> str:
