@@ -74,7 +74,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m envs.serve", description=__doc__)
-    parser.add_argument("name", help="the environment, e.g. textcraft")
+    parser.add_argument("name", help="the environment, e.g. textcraft, or a place: my_env:SPEC")
     parser.add_argument("--port", type=int, required=True, help="0 takes a free port")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--max_sessions", type=int, help="live sessions at once")

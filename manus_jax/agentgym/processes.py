@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from envs.registry import ENVIRONMENTS as EMBEDDED
 from manus_jax.agentgym.client import server_root
 from manus_jax.agentgym.failures import EnvironmentSetupError
 from manus_jax.agentgym.health import BackOff
@@ -52,7 +53,7 @@ class ServerProcess:
         parent = str(os.getpid())
         launcher = [sys.executable, "-m", "manus_jax.agentgym.launch", parent, "envs.serve"]
         self._process = subprocess.Popen(
-            [*launcher, env, "--port", str(port), "--parent_pid", parent],
+            [*launcher, EMBEDDED.get(env, env), "--port", str(port), "--parent_pid", parent],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,0 +1,28 @@
+"""`python -m envs.items`: task files of an environment's splits."""
+
+import pytest
+
+from envs import items, registry
+from manus_jax.dataset import read_tasks
+from manus_jax.runtime.panels import make_panel
+from manus_jax.settings import EnvSettings
+
+
+def test_the_files_hold_the_splits_and_begin_with_the_panel(tmp_path):
+    for split in ("train", "test"):
+        items.main(["maze", "--split", split, "--out", str(tmp_path / f"{split}.json")])
+    train, test = (read_tasks(tmp_path / f"{split}.json") for split in ("train", "test"))
+    spec = registry.load("maze")
+    assert sorted(task.item for task in train) == sorted(spec.items("train"))
+    assert sorted(task.item for task in test) == sorted(spec.items("test"))
+    own = make_panel(EnvSettings(names=("maze",)), 10)
+    listed = make_panel(EnvSettings(names=("maze",)), 10, [str(tmp_path / "test.json")])
+    assert [t.item_id for t in listed.tasks] == [t.item_id for t in own.tasks]
+
+
+@pytest.mark.parametrize("name", ["chess", "no_such_module:SPEC"])
+def test_an_unknown_environment_is_one_line_and_exit_code_2(tmp_path, capsys, name):
+    with pytest.raises(SystemExit) as leaving:
+        items.main([name, "--split", "test", "--out", str(tmp_path / "x.json")])
+    assert leaving.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
