@@ -19,6 +19,7 @@ from manus_jax.runtime.checkpoints import CheckpointError
 from manus_jax.runtime.evaluation import EvaluationError
 from manus_jax.runtime.run_directory import RunDirectoryError
 from manus_jax.runtime.stopping import Stopped
+from manus_jax.runtime.training import TrainingError
 
 USER_ERRORS = (
     ChatTemplateError,
@@ -34,6 +35,7 @@ USER_ERRORS = (
     PackingError,
     RewardError,
     RunDirectoryError,
+    TrainingError,
 )
 
 

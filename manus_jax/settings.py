@@ -157,11 +157,13 @@ class RolloutGroup:
 
 @settings("engine")
 class EngineSettings:
-    """The embedded engine."""
+    """What generates: the embedded engine, or one that was registered under another name."""
 
+    name: str = "jax"
     slots: int = 32  # episodes whose keys and values are kept at once
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_steps: int = 8  # tokens per stream between two looks at the queue
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of another engine
 
 
 @settings("algorithm")
@@ -236,7 +238,7 @@ class TrainSettings:
     val_tasks: int = 64  # of each environment's test tasks, always the same
     val_temperature: float = 0.0
     yardsticks: tuple[str, ...] = ()  # "oracle", "random": they play the validation tasks once
-    max_bad_updates: int = 3  # updates in a row without a finite gradient that end the run
+    max_bad_updates: int = 3  # in a row without a finite gradient, or steps without an episode
     turns_schedule: tuple[int, ...] = ()  # turn limits, one after the other; empty: max_turns
     turns_schedule_steps: int = 100  # how long each of them holds
     export: bool = True

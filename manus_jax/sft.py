@@ -1,7 +1,10 @@
 """`python -m manus_jax.sft --gin_file=configs/sft_textcraft.gin`: supervised fine-tuning."""
 
+from pathlib import Path
+
 from manus_jax import command, config
 from manus_jax.runtime import supervised
+from manus_jax.runtime.run_directory import disk_errors
 from manus_jax.settings import (
     ComputeSettings,
     DataSettings,
@@ -31,10 +34,9 @@ def main(arguments: list[str]) -> None:
         classes.append(ScratchSettings)
         (scratch,) = config.build(ScratchSettings)
     config.refuse_unread(classes)
-    last = supervised.run(
-        supervised.SftConfig(sft, data, model, scratch, optimizer, mesh, compute),
-        config.operative_config(),
-    )
+    settings = supervised.SftConfig(sft, data, model, scratch, optimizer, mesh, compute)
+    with disk_errors(Path(sft.run_dir)):
+        last = supervised.run(settings, config.operative_config())
     for name in ("train/loss", "val/loss", "val/unigram_entropy"):
         if name in last:
             print(f"{name:24s} {last[name]:.4f}")

@@ -1,9 +1,12 @@
 """`python -m manus_jax.train --gin_file=F`: reinforcement learning of an agent."""
 
+from pathlib import Path
+
 from manus_jax import command, config
 from manus_jax.models import huggingface
 from manus_jax.runtime.assembly import TrainConfig, open_trainer
 from manus_jax.runtime.closing import print_closing
+from manus_jax.runtime.run_directory import disk_errors
 from manus_jax.settings import (
     AlgorithmSettings,
     ComputeSettings,
@@ -45,7 +48,10 @@ def main(arguments: list[str]) -> None:
         (built["scratch"],) = config.build(ScratchSettings)
     config.refuse_unread(read)
     settings = TrainConfig(**built)
-    with open_trainer(settings, config.operative_config()) as trainer:
+    with (
+        disk_errors(Path(settings.train.run_dir)),
+        open_trainer(settings, config.operative_config()) as trainer,
+    ):
         trainer.run()
         step = settings.train.total_steps
         export = trainer.directory.export(step)

@@ -11,7 +11,8 @@ quarter of what it takes through requests, and that bounds how many episodes a t
 import http.client
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -26,8 +27,8 @@ _IDLE_LIMIT = 2.0
 _CHECK_TIMEOUT = 5.0
 _CLOSE_TIMEOUT = 10.0
 
-Listener = Callable[[str, EnvironmentFailure | None], None]
-"""Hears of every failure of a call, and of every step that went well (failure None)."""
+Listener = Callable[[EnvironmentFailure | None], None]
+"""Hears of every failure of a call, and, with None, of every step that went well."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,13 @@ class Response:
         return self.content.decode("utf-8", errors="replace")
 
     @property
-    def is_html(self) -> bool:
-        # A Quart server labels its plain "ok" as text/html, so the label decides nothing.
-        return self.content.lstrip()[:1] == b"<"
+    def is_page(self) -> bool:
+        """A web page, which no AgentGym server has.
+
+        webarena's server (Quart) labels its plain "ok" as text/html, so the label decides nothing,
+        and tells of an exception in a page, so a 500 is none.
+        """
+        return self.status != 500 and self.content.lstrip()[:1] == b"<"
 
 
 class Connection:
@@ -127,7 +132,7 @@ class Connection:
         """The JSON of a 200 answer that is not an error."""
         response = self.call(method, path, body)
         text = response.text
-        if response.is_html:
+        if response.is_page:
             detail = f"HTML instead of JSON (HTTP {response.status}): {shortened(text)}"
             raise self.failure(FailureKind.NOT_AGENTGYM, method, path, detail)
         if response.status != 200:
@@ -146,7 +151,7 @@ class Connection:
     def check(self) -> None:
         """The server is up: GET / answers in time, and not with a web page."""
         response = self.call("GET", "/", timeout=self._check_timeout)
-        if response.status != 200 or response.is_html:
+        if response.status != 200 or response.is_page:
             detail = f"not an AgentGym server (HTTP {response.status}): "
             detail += shortened(response.text)
             raise self.failure(FailureKind.NOT_AGENTGYM, "GET", "/", detail)
@@ -160,7 +165,7 @@ class Connection:
         self.check()
         path = f"{self.row.prefix}/step"
         response = self.call("POST", path, {}, timeout=self._check_timeout)
-        if response.status in (404, 405) or response.is_html:
+        if response.status in (404, 405) or response.is_page:
             detail = f"this server has no such route (HTTP {response.status}), so it does not "
             detail += f"serve {self.row.name}"
             raise self.failure(FailureKind.NOT_AGENTGYM, "POST", path, detail)
@@ -233,30 +238,32 @@ class Session:
 
     def create(self) -> None:
         """Asks the server for a new game."""
-        answer = self._call("create", "POST", self.row.create_body)
-        identifier = (
-            answer if self.row.bare_id else self._field(answer, self.row.id_field, "create")
-        )
-        if isinstance(identifier, bool) or not isinstance(identifier, int | str):
-            raise self._malformed("create", f"no session id in {shortened(repr(answer))}")
-        self.id = identifier
+        with self._reporting():
+            answer = self._call("create", "POST", self.row.create_body)
+            identifier = (
+                answer if self.row.bare_id else self._field(answer, self.row.id_field, "create")
+            )
+            if isinstance(identifier, bool) or not isinstance(identifier, int | str):
+                raise self._malformed("create", f"no session id in {shortened(repr(answer))}")
+            self.id = identifier
 
     def reset(self, item: int) -> str:
         """Starts the episode of task `item` and returns its first observation."""
         self._episode, self._done = None, True
-        body = {**self.row.reset_extra, self.row.item_field: item}
-        answer = self._call("reset", "POST", self._with_id(body), item)
-        self._check_backend("reset", answer)
-        look = None
-        if self.row.look:
-            look = self._call(f"{self.row.look}?{urlencode(self._with_id({}))}", "GET")
-        try:
-            view = self.row.first_view(answer, look)
-        except (KeyError, TypeError, IndexError) as error:
-            detail = f"no observation in {shortened(repr(answer))}"
-            raise self._malformed("reset", detail) from error
-        if not isinstance(view, str):
-            raise self._malformed("reset", f"the observation is {shortened(repr(view))}")
+        body = self._with_id({**self.row.reset_extra, self.row.item_field: item})
+        with self._reporting(item):
+            answer = self._call("reset", "POST", body)
+            self._check_backend("reset", answer)
+            look = None
+            if self.row.look:
+                look = self._call(f"{self.row.look}?{urlencode(self._with_id({}))}", "GET")
+            try:
+                view = self.row.first_view(answer, look)
+            except (KeyError, TypeError, IndexError) as error:
+                detail = f"no observation in {shortened(repr(answer))}"
+                raise self._malformed("reset", detail) from error
+            if not isinstance(view, str):
+                raise self._malformed("reset", f"the observation is {shortened(repr(view))}")
         self._episode, self._done = EpisodeReward(self.row.reward), False
         return view
 
@@ -264,23 +271,26 @@ class Session:
         """Plays one action (or the model's whole text, where the server parses it)."""
         if self._episode is None or self._done:
             raise RuntimeError(f"{self.row.name}: the episode is over or not begun; call reset")
-        answer = self._call("step", "POST", self._with_id({"action": action}))
-        view = self._field(answer, self.row.view_field, "step")
-        done = self._field(answer, self.row.done_field, "step")
-        value = self._field(answer, self.row.reward.field, "step")
-        sound = isinstance(view, str) and isinstance(done, bool) and isinstance(value, int | float)
-        if not sound:
-            raise self._malformed("step", f"wrong types in {shortened(repr(answer))}")
-        self._check_backend("step", answer)
-        done = done or any(marker in view for marker in self.row.done_markers)
-        try:
-            reward = self._episode.record(value, done)
-        except ValueError as error:
-            raise self._malformed("step", f"{error} in {shortened(repr(answer))}") from error
+        body = self._with_id({"action": action})
+        with self._reporting():
+            answer = self._call("step", "POST", body)
+            view = self._field(answer, self.row.view_field, "step")
+            done = self._field(answer, self.row.done_field, "step")
+            value = self._field(answer, self.row.reward.field, "step")
+            types = isinstance(view, str), isinstance(done, bool), isinstance(value, int | float)
+            if not all(types):
+                raise self._malformed("step", f"wrong types in {shortened(repr(answer))}")
+            self._check_backend("step", answer)
+            done = done or any(marker in view for marker in self.row.done_markers)
+            try:
+                reward = self._episode.record(value, done)
+            except ValueError as error:
+                raise self._malformed("step", f"{error} in {shortened(repr(answer))}") from error
         self._done = done
         used = (self.row.view_field, self.row.done_field)
         info = {key: part for key, part in answer.items() if key not in used}
-        self._tell("step", None)
+        if self.listener:
+            self.listener(None)
         return StepResult(view, reward, done, info)
 
     def close(self) -> None:
@@ -294,7 +304,7 @@ class Session:
             expected = (200,) if self.row.closes else (200, 404, 405)
             if response.status not in expected:
                 detail = f"HTTP {response.status}: {shortened(response.text)}"
-                raise self._fail(FailureKind.STATUS, "close", detail)
+                raise self._failure(FailureKind.STATUS, "close", detail)
         finally:
             self.id = None
             self._connection.close()
@@ -308,13 +318,27 @@ class Session:
             raise RuntimeError(f"{self.row.name}: the session is closed or not created")
         return {self.row.id_field: self.id, **body}
 
-    def _call(self, route: str, method: str, body: Any = None, item: int | None = None) -> Any:
+    @contextmanager
+    def _reporting(self, item: int | None = None) -> Iterator[None]:
+        """The listener hears of a failure in the block.
+
+        A refusal of an item that AgentGym does not have becomes the dataset's fault.
+        """
         try:
-            return self._connection.json(method, f"{self.row.prefix}/{route}", body)
-        except EnvironmentFailure as error:
-            failure = self._refused_item(item, error) or error
-            self._tell(route, failure)
-            raise failure from error.__cause__
+            yield
+        except EnvironmentFailure as failure:
+            items = self.row.items
+            if failure.kind.refusal and item is not None and items and item not in items:
+                detail = f"item {item} is outside {items.start}..{items.stop - 1}; {failure.detail}"
+                failure = EnvironmentFailure(
+                    FailureKind.ITEM, failure.env, failure.url, failure.call, detail
+                )
+            if self.listener:
+                self.listener(failure)
+            raise failure from failure.__cause__
+
+    def _call(self, route: str, method: str, body: Any = None) -> Any:
+        return self._connection.json(method, f"{self.row.prefix}/{route}", body)
 
     def _field(self, answer: Any, key: str, route: str) -> Any:
         if not isinstance(answer, dict) or key not in answer:
@@ -328,30 +352,13 @@ class Session:
             raise self._malformed(route, f"no observation in {shortened(repr(answer))}") from error
         if failed:
             detail = f"what the server depends on failed: {shortened(repr(answer))}"
-            raise self._fail(FailureKind.BACKEND, route, detail)
-
-    def _refused_item(
-        self, item: int | None, cause: EnvironmentFailure
-    ) -> EnvironmentFailure | None:
-        """A refusal of an item that AgentGym does not have is the dataset's fault."""
-        items = self.row.items
-        refused = cause.kind in (FailureKind.STATUS, FailureKind.ERROR_ANSWER)
-        if item is None or items is None or item in items or not refused:
-            return None
-        detail = f"item {item} is outside {items.start}..{items.stop - 1}; {cause.detail}"
-        return EnvironmentFailure(FailureKind.ITEM, cause.env, cause.url, cause.call, detail)
+            raise self._failure(FailureKind.BACKEND, route, detail)
 
     def _malformed(self, route: str, detail: str) -> EnvironmentFailure:
-        return self._fail(FailureKind.MALFORMED, route, detail)
+        return self._failure(FailureKind.MALFORMED, route, detail)
 
-    def _fail(self, kind: FailureKind, route: str, detail: str) -> EnvironmentFailure:
-        failure = self._connection.failure(kind, "POST", f"{self.row.prefix}/{route}", detail)
-        self._tell(route, failure)
-        return failure
-
-    def _tell(self, call: str, failure: EnvironmentFailure | None) -> None:
-        if self.listener:
-            self.listener(call, failure)
+    def _failure(self, kind: FailureKind, route: str, detail: str) -> EnvironmentFailure:
+        return self._connection.failure(kind, "POST", f"{self.row.prefix}/{route}", detail)
 
 
 def _missing_fields(response: Response) -> list[str]:

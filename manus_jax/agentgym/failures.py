@@ -30,6 +30,11 @@ class FailureKind(enum.StrEnum):
         return self in (FailureKind.TIMEOUT, FailureKind.CONNECTION, FailureKind.NOT_AGENTGYM)
 
     @property
+    def refusal(self) -> bool:
+        """The server is there and said no, as it does to a mistake of the caller's."""
+        return self in (FailureKind.STATUS, FailureKind.ERROR_ANSWER, FailureKind.BACKEND)
+
+    @property
     def retryable(self) -> bool:
         """A fresh session may succeed where this one failed."""
         return self not in (FailureKind.ITEM, FailureKind.NO_SERVER)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from manus_jax.agentgym import health
-from manus_jax.agentgym.client import Connection, Session, Timeouts, server_root
+from manus_jax.agentgym.client import Connection, Listener, Session, Timeouts, server_root
 from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind
 from manus_jax.agentgym.health import BackOff, HealthPolicy, ServerState
 from manus_jax.agentgym.table import EnvironmentRow
@@ -220,8 +220,8 @@ class LeaseGroup:
             raise EnvironmentFailure(kind, self._row.name, url, call, detail)
         return session
 
-    def _listener(self, held: Held) -> Callable[[str, EnvironmentFailure | None], None]:
-        def hear(call: str, failure: EnvironmentFailure | None) -> None:
+    def _listener(self, held: Held) -> Listener:
+        def hear(failure: EnvironmentFailure | None) -> None:
             if failure is not None:
                 held.failure = failure
                 self._note_failure(held.session.root, failure)
@@ -298,7 +298,9 @@ class LeaseGroup:
     # The following are called with the lock held.
 
     def _add(self, url: str) -> None:
-        self._states[url] = ServerState(url, limit=self._settings.sessions_per_server)
+        limits = (self._settings.sessions_per_server, self._row.sessions_per_server)
+        limit = min((each for each in limits if each is not None), default=None)
+        self._states[url] = ServerState(url, limit)
         self._kept[url] = []
 
     def _keep(self, url: str, sessions: list[tuple[Session, float]]) -> None:

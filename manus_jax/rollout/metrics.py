@@ -52,8 +52,8 @@ def _episode_metrics(played: Sequence[Trajectory]) -> dict[str, float]:
         "episode/env_reward": _mean([t.env_reward for t in played]),
         "episode/success_rate": _mean([t.success for t in played]),
         "response_length/clip_ratio": _mean([turn.cut for turn in said]),
-        "timing_s/generation_per_turn": _mean([turn.generation_seconds for turn in said]),
-        "timing_s/environment_per_turn": _mean([turn.environment_seconds for turn in said]),
+        "rollout/generation_seconds_per_turn": _mean([turn.generation_seconds for turn in said]),
+        "rollout/environment_seconds_per_turn": _mean([turn.environment_seconds for turn in said]),
         **{
             f"episode/ended_by/{reason}": _mean([t.end_reason == reason for t in played])
             for reason in sorted({t.end_reason for t in played})

@@ -1,13 +1,14 @@
 """Trajectories on disk: one JSON object per line, one file per step, text and exact ids.
 
 The one idea: what can be derived is not written. A turn is a span of a segment, so masks, turn ids
-and the padding of log-probs come back from the spans when a file is read.
+and the padding of log-probs come back from the spans when a file is read. Advantages are no part of
+an episode: they are known once a step has compared its episodes, and stand beside the log-probs.
 """
 
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,25 @@ _SCALARS = (
 )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoggedEpisode:
+    """A line of a file."""
+
+    outcome: Outcome
+    advantages: tuple[np.ndarray, ...] | None
+    """Of the tokens of each segment, float32 [T], 0 outside the mask; None: not learned from."""
+
+
 def write_trajectories(
-    directory: str | os.PathLike[str], name: int | str, outcomes: Sequence[Outcome]
+    directory: str | os.PathLike[str],
+    name: int | str,
+    outcomes: Sequence[Outcome],
+    advantages: Mapping[str, Sequence[np.ndarray]] | None = None,
 ) -> Path:
     """Writes `directory/<name>.jsonl`, whole or not at all, and returns its path.
 
-    In training, the name is the number of the step.
+    In training, the name is the number of the step, and `advantages` has for each uid that was
+    learned from those of every segment's tokens, [T].
 
     Of a task, what names it and its ground truth are kept, not its reference conversation.
     """
@@ -51,7 +65,8 @@ def write_trajectories(
     work = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     with work.open("w", encoding="utf-8") as file:
         for outcome in outcomes:
-            record = json.dumps(_record(outcome), ensure_ascii=False, default=str)
+            learned = (advantages or {}).get(outcome.spec.uid)
+            record = json.dumps(_record(outcome, learned), ensure_ascii=False, default=str)
             # Half a character in a model's text would break the file.
             file.write(record.encode("utf-8", "replace").decode("utf-8") + "\n")
     work.replace(path)
@@ -63,12 +78,25 @@ def read_trajectories(path: str | os.PathLike[str]) -> Iterator[Outcome]:
     with Path(path).open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
-                yield _outcome(json.loads(line))
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                raise ValueError(f"{path} line {number} is no trajectory: {error!r}") from error
+                yield parse_episode(line).outcome
+            except ValueError as error:
+                raise ValueError(f"{path} line {number} is no trajectory: {error}") from error
 
 
-def _record(outcome: Outcome) -> dict[str, Any]:
+def parse_episode(line: str | bytes) -> LoggedEpisode:
+    """One line of a file; ValueError for anything else."""
+    try:
+        record = json.loads(line)
+        spans = [turn.pop("advantages", None) for turn in record.get("turns", ())]
+        outcome = _outcome(record)
+        if isinstance(outcome, FailedEpisode) or not spans or None in spans:
+            return LoggedEpisode(outcome, None)
+        return LoggedEpisode(outcome, _by_segment(outcome, spans))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(repr(error)) from error
+
+
+def _record(outcome: Outcome, advantages: Sequence[np.ndarray] | None) -> dict[str, Any]:
     spec = outcome.spec
     task = {name: getattr(spec.task, name) for name in _TASK_FIELDS}
     common = {"uid": spec.uid, "group_id": spec.group_id, "task": task}
@@ -81,19 +109,37 @@ def _record(outcome: Outcome) -> dict[str, Any]:
         **{name: getattr(outcome, name) for name in _SCALARS},
         "score": None if outcome.score is None else dataclasses.asdict(outcome.score),
         "opening": [[message.role, message.content] for message in outcome.opening],
-        "turns": [_turn_record(turn, outcome.segments) for turn in outcome.turns],
+        "turns": [_turn_record(turn, outcome.segments, advantages) for turn in outcome.turns],
         "segments": [segment.token_ids.tolist() for segment in outcome.segments],
     }
 
 
-def _turn_record(turn: Turn, segments: Sequence[Segment]) -> dict[str, Any]:
+def _turn_record(
+    turn: Turn, segments: Sequence[Segment], advantages: Sequence[np.ndarray] | None
+) -> dict[str, Any]:
     record = dataclasses.asdict(turn)
     if segments:
         span = slice(turn.start, turn.stop)
-        # The shortest digits that give the same float32 again.
-        record["log_probs"] = [float(str(x)) for x in segments[turn.segment].log_probs[span]]
+        record["log_probs"] = _shortest(segments[turn.segment].log_probs[span])
         record["versions"] = segments[turn.segment].versions[span].tolist()
+        if advantages is not None:
+            record["advantages"] = _shortest(advantages[turn.segment][span])
     return record
+
+
+def _shortest(values: np.ndarray) -> list[float]:
+    """float32 [n] as the shortest digits that give the same float32 again."""
+    return [float(str(x)) for x in values]
+
+
+def _by_segment(
+    trajectory: Trajectory, spans: Sequence[Sequence[float]]
+) -> tuple[np.ndarray, ...]:
+    """Numbers of each turn's tokens at their places in the segments, 0 elsewhere."""
+    placed = tuple(np.zeros(len(segment), np.float32) for segment in trajectory.segments)
+    for turn, values in zip(trajectory.turns, spans, strict=True):
+        placed[turn.segment][turn.start : turn.stop] = values
+    return placed
 
 
 def _outcome(record: dict[str, Any]) -> Outcome:

@@ -36,7 +36,13 @@ from manus_jax.runtime import policy_source, supervised
 from manus_jax.runtime.checkpoints import Checkpoints
 from manus_jax.runtime.evaluation import evaluate_policy
 from manus_jax.runtime.panels import Panel, listed_tasks, make_panel, split_tasks
-from manus_jax.runtime.playing import check_play, make_rollout, open_engine, open_servers
+from manus_jax.runtime.playing import (
+    check_engine,
+    check_play,
+    make_rollout,
+    open_engine,
+    open_servers,
+)
 from manus_jax.runtime.policy_source import PolicySource
 from manus_jax.runtime.run_directory import RunDirectory, write_atomically
 from manus_jax.runtime.training import Trainer
@@ -219,6 +225,7 @@ def open_trainer(config: TrainConfig, operative_config: str) -> Iterator[Trainer
     reward = RewardSettings(config.algorithm.reward, config.algorithm.reward_parameters)
     rollout = make_rollout(config.rollout, train.seed)
     check_play(config.env, rollout)
+    check_engine(config.engine)
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_rows(data.rows, mesh)
     sources, panel = read_task_sources(data, config.env, train.val_tasks)

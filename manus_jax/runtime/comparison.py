@@ -26,7 +26,13 @@ from manus_jax.rollout.trajectory_files import write_trajectories
 from manus_jax.runtime import policy_source
 from manus_jax.runtime.evaluation import EvaluationError, EvaluationResult, evaluate_policy
 from manus_jax.runtime.panels import Panel, make_panel
-from manus_jax.runtime.playing import check_play, make_rollout, open_engine, open_servers
+from manus_jax.runtime.playing import (
+    check_engine,
+    check_play,
+    make_rollout,
+    open_engine,
+    open_servers,
+)
 from manus_jax.runtime.progress import ProgressLine
 from manus_jax.runtime.run_directory import write_atomically
 from manus_jax.settings import EngineSettings, EnvSettings, EvaluateSettings, RolloutGroup
@@ -58,6 +64,7 @@ def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationRe
     evaluate, env = config.evaluate, config.env
     rollout = make_rollout(config.rollout, evaluate.seed)
     check_play(env, rollout)
+    check_engine(config.engine)
     panel = make_panel(
         env, evaluate.tasks_per_env, evaluate.task_files, evaluate.split, evaluate.samples
     )

@@ -4,7 +4,7 @@ Training and evaluation play through the same parts, so that they mean the same 
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from envs import registry
 from manus_jax.agentgym.pool import EnvironmentPool
@@ -13,7 +13,7 @@ from manus_jax.agentgym.table import environment
 from manus_jax.config import ConfigError
 from manus_jax.models.transformer import Params
 from manus_jax.rollout.actions import format_for
-from manus_jax.rollout.engine import Sampling
+from manus_jax.rollout.engine import Engine, Sampling
 from manus_jax.rollout.jax_engine import JaxEngine
 from manus_jax.rollout.prompts import PromptSettings
 from manus_jax.rollout.settings import RolloutSettings
@@ -84,12 +84,29 @@ def open_servers(env: EnvSettings) -> Iterator[EnvironmentPool]:
         yield pool
 
 
-@contextlib.contextmanager
-def open_engine(
+EngineFactory = Callable[[PolicySource, Params, EngineSettings, int], Engine]
+"""(model, its weights, settings, most tokens of a stream) → a running engine."""
+
+ENGINES: dict[str, EngineFactory] = {}
+
+
+def register_engine(name: str) -> Callable[[EngineFactory], EngineFactory]:
+    """Decorator: makes `make(source, params, settings, max_length)` an engine, `engine.name`."""
+
+    def register(make: EngineFactory) -> EngineFactory:
+        if name in ENGINES:
+            raise ValueError(f"there is an engine {name!r} already; choose another name")
+        ENGINES[name] = make
+        return make
+
+    return register
+
+
+@register_engine("jax")
+def _embedded(
     source: PolicySource, params: Params, settings: EngineSettings, max_length: int
-) -> Iterator[JaxEngine]:
-    """An embedded engine with the given weights, gone with the block."""
-    engine = JaxEngine(
+) -> Engine:
+    return JaxEngine(
         source.card.architecture,
         params,
         slots=settings.slots,
@@ -98,6 +115,23 @@ def open_engine(
         dtype=settings.dtype,
         max_steps=settings.max_steps,
     )
+
+
+def check_engine(settings: EngineSettings) -> None:
+    """Raises for an engine that does not exist, and for options that the embedded one has not."""
+    if settings.name not in ENGINES:
+        raise ConfigError(f"engine.name = {settings.name!r}; there are {', '.join(ENGINES)}")
+    if settings.name == "jax" and settings.options:
+        option = next(iter(settings.options))
+        raise ConfigError(f"engine.options has {option!r}, and the engine 'jax' has no options")
+
+
+@contextlib.contextmanager
+def open_engine(
+    source: PolicySource, params: Params, settings: EngineSettings, max_length: int
+) -> Iterator[Engine]:
+    """The engine of the settings with the given weights, gone with the block."""
+    engine = ENGINES[settings.name](source, params, settings, max_length)
     try:
         yield engine
     finally:

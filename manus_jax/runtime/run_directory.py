@@ -6,10 +6,11 @@ often to save or on which devices may change between two starts.
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from typing import Any
 _MAY_CHANGE = re.compile(
     r"^(mesh\.\w+|\w+\.(run_dir|total_steps|save_freq|test_freq|keep_checkpoints|export|next_command))$"
 )
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 class RunDirectoryError(ValueError):
@@ -72,6 +75,20 @@ class RunDirectory:
         """Drops lines of later steps: a resumed run writes them again."""
         kept = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
         write_atomically(self._metrics, "".join(kept))
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """A disk that is full or gone within the block is a RunDirectoryError, in one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        raise RunDirectoryError(
+            f"{path} cannot be written any more: {error}. What was saved is whole: make room, and "
+            "the same command goes on from the last checkpoint"
+        ) from error
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ are derived from the seed and the step, so a resumed run repeats none and skips 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,42 @@ from manus_jax.settings import AlgorithmSettings, TrainSettings
 
 class TrainingError(RuntimeError):
     """The run cannot go on; the message says why and what to look at."""
+
+
+class Troubles:
+    """What goes wrong once is told and trained around; what goes on going wrong ends the run."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._bad_updates = self._lost_steps = 0
+
+    def after(self, metrics: Mapping[str, float], bad_updates: int) -> str | None:
+        """What to tell of a step; TrainingError when it has happened too often in a row."""
+        self._bad_updates = self._bad_updates + bad_updates if bad_updates else 0
+        played, failed = metrics["rollout/episodes"], metrics["rollout/failed"]
+        self._lost_steps = 0 if played else self._lost_steps + 1
+        kinds = ", ".join(
+            f"{name.removeprefix('rollout/failed/')} {count:.0f}"
+            for name, count in metrics.items()
+            if name.startswith("rollout/failed/")
+        )
+        told = []
+        if failed:
+            told.append(f"{failed:.0f} of {played + failed:.0f} episodes were dropped: {kinds}")
+        if bad_updates:
+            told.append(f"{bad_updates} updates skipped: the gradient is not finite")
+        if self._bad_updates >= self._limit:
+            raise TrainingError(
+                f"{self._bad_updates} updates in a row had a gradient that is not finite; the last "
+                "checkpoint is whole. Look at the run's trajectories and rewards, lower "
+                "optimizer.lr"
+            )
+        if self._lost_steps >= self._limit:
+            raise TrainingError(
+                f"not one episode could be played to its end in {self._lost_steps} steps in a row "
+                f"({kinds}); the last checkpoint is whole. The run's trajectories hold the errors"
+            )
+        return "; ".join(told) or None
 
 
 class Timer:
@@ -107,7 +143,7 @@ class Trainer:
         train = self.train
         start = self._restore()
         last: dict[str, float] = {}
-        bad = 0
+        troubles = Troubles(train.max_bad_updates)
         with (
             stop_requests("stopping after this step; once more stops at once") as stop,
             ProgressLine("train", train.total_steps, start) as line,
@@ -126,13 +162,9 @@ class Trainer:
                 timer = Timer()
                 metrics, bad_updates = self._step(step, timer)
                 metrics["training/global_step"] = float(step)
-                bad = bad + bad_updates if bad_updates else 0
-                if bad >= train.max_bad_updates:
-                    raise TrainingError(
-                        f"{bad} updates in a row had a gradient that is not finite; the last "
-                        f"checkpoint is whole. Look at {self.directory.path}/trajectories and "
-                        "the rewards; lower optimizer.lr"
-                    )
+                trouble = troubles.after(metrics, bad_updates)
+                if trouble:
+                    line.say(f"step {step}: {trouble}")
                 if step % train.test_freq == 0 or step == train.total_steps:
                     with timer.phase("testing"):
                         metrics |= self._validate(step)

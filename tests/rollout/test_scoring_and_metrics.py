@@ -79,8 +79,8 @@ def test_metrics_by_hand() -> None:
         "episode/reward/min": -0.5,
         "response_length/mean": (5 + 8 + 4) / 3,
         "reward/invalid_action_penalty": -0.5 / 3,
-        "timing_s/generation_per_turn": 0.5,
-        "timing_s/environment_per_turn": 0.25,
+        "rollout/generation_seconds_per_turn": 0.5,
+        "rollout/environment_seconds_per_turn": 0.25,
         "episode/ended_by/max_turns": 1 / 3,
     }
     assert {key: metrics[key] for key in wanted} == pytest.approx(wanted)

@@ -10,7 +10,11 @@ from made_trajectories import forked, two_turns
 
 from manus_jax.rewards import Score
 from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory
-from manus_jax.rollout.trajectory_files import read_trajectories, write_trajectories
+from manus_jax.rollout.trajectory_files import (
+    parse_episode,
+    read_trajectories,
+    write_trajectories,
+)
 
 
 def same(ours: Outcome, theirs: Outcome) -> bool:
@@ -88,3 +92,28 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path.write_text(path.read_text() + '{"uid": "x"}\n')
     with pytest.raises(ValueError, match=r"3\.jsonl line 2 is no trajectory: KeyError\('task'\)"):
         list(read_trajectories(path))
+
+
+def test_advantages_of_the_learned_episodes_stand_beside_the_log_probs(tmp_path: Path) -> None:
+    """forked() has segments of 9 and 11 tokens, with turns at 4..6, 7..9 and 7..11."""
+    learned, other = forked(), two_turns()
+    failed = FailedEpisode(two_turns("x").spec, "timeout", "no answer", 2)
+    advantages = [np.zeros(9, np.float32), np.zeros(11, np.float32)]
+    advantages[0][[4, 5, 7, 8]] = 0.1, 0.2, -0.3, 0.4
+    advantages[1][7:11] = np.float32(1) / 3
+    path = write_trajectories(tmp_path, 4, [learned, other, failed], {learned.uid: advantages})
+    lines = [parse_episode(line) for line in path.read_bytes().splitlines()]
+    assert json.loads(path.read_text().splitlines()[0])["turns"][1]["advantages"] == [-0.3, 0.4]
+    assert [line.advantages is None for line in lines] == [False, True, True]
+    assert lines[0].advantages is not None
+    for ours, theirs in zip(advantages, lines[0].advantages, strict=True):
+        assert theirs.dtype == np.float32
+        assert ours.tolist() == theirs.tolist()
+    outcomes = list(read_trajectories(path))
+    assert all(same(a, b) for a, b in zip([learned, other, failed], outcomes, strict=True))
+
+
+@pytest.mark.parametrize("line", ["", "{", "[]", "7", '{"uid": "x", "turns": [1]}', b"\xff{}"])
+def test_what_is_no_episode_is_a_value_error(line: str | bytes) -> None:
+    with pytest.raises(ValueError):
+        parse_episode(line)

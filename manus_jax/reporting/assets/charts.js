@@ -1,0 +1,168 @@
+// Curves in SVG, drawn to the width there is, with a read-out of the nearest step.
+
+const settings = { smooth: true };
+const redraws = [];
+
+function points(metric) {
+  const [axis, values] = DATA.series[metric];
+  return { steps: DATA.axes[axis], values };
+}
+
+function ticks(low, high, count) {
+  const rough = (high - low) / count;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
+  const found = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
+  return found;
+}
+
+// Mean over a window around every point; the window grows with the curve.
+function smoothed(values) {
+  const reach = Math.max(1, Math.round(values.length / 40));
+  const sums = [0];
+  for (const value of values) sums.push(sums[sums.length - 1] + value);
+  return values.map((_, i) => {
+    const from = Math.max(0, i - reach), to = Math.min(values.length, i + reach + 1);
+    return (sums[to] - sums[from]) / (to - from);
+  });
+}
+
+function nearest(steps, step) {
+  let low = 0, high = steps.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] < step) low = middle; else high = middle;
+  }
+  return Math.abs(steps[low] - step) <= Math.abs(steps[high] - step) ? low : high;
+}
+
+function bounds(lines, range) {
+  const curves = lines.filter((line) => !line.level);
+  const steps = curves.flatMap((line) => [line.steps[0], line.steps[line.steps.length - 1]]);
+  let low = Infinity, high = -Infinity;
+  for (const line of lines) for (const value of line.values) {
+    low = Math.min(low, value);
+    high = Math.max(high, value);
+  }
+  if (range) [low, high] = [Math.min(range[0], low), Math.max(range[1], high)];
+  else if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+  else [low, high] = [low - (high - low) * 0.04, high + (high - low) * 0.04];
+  const first = Math.min(...steps), last = Math.max(...steps);
+  return { low, high, first: first === last ? first - 1 : first, last: first === last ? last + 1 : last };
+}
+
+function pathOf(line, values, x, y) {
+  return values.map((value, i) => (i ? "L" : "M") + x(line.steps[i]).toFixed(1) + " " + y(value).toFixed(1)).join("");
+}
+
+function drawLine(line, frame, x, y, right, left) {
+  const stroke = { stroke: colour(line.index) };
+  if (line.level) {
+    const at = y(line.values[0]).toFixed(1);
+    return [svg("path", { class: "curve level", d: "M" + left + " " + at + "H" + right, ...stroke })];
+  }
+  const dense = line.values.length >= 30;
+  const drawn = [];
+  if (dense && settings.smooth) {
+    drawn.push(svg("path", { class: "curve raw", d: pathOf(line, line.values, x, y), ...stroke }));
+    drawn.push(svg("path", { class: "curve", d: pathOf(line, smoothed(line.values), x, y), ...stroke }));
+  } else {
+    drawn.push(svg("path", { class: "curve", d: pathOf(line, line.values, x, y), ...stroke }));
+  }
+  if (!dense) line.steps.forEach((step, i) =>
+    drawn.push(svg("circle", { cx: x(step).toFixed(1), cy: y(line.values[i]).toFixed(1), r: 2.4, fill: colour(line.index) })));
+  return drawn;
+}
+
+function frameOf(width, height, box, formatY) {
+  const margin = { left: 50, right: 10, top: 8, bottom: 22 };
+  const right = width - margin.right, bottom = height - margin.bottom;
+  const x = (step) => margin.left + (step - box.first) / (box.last - box.first) * (right - margin.left);
+  const y = (value) => bottom - (value - box.low) / (box.high - box.low) * (bottom - margin.top);
+  const parts = ticks(box.low, box.high, 4).flatMap((value) => [
+    svg("line", { class: "gridline", x1: margin.left, x2: right, y1: y(value), y2: y(value) }),
+    svg("text", { x: margin.left - 7, y: y(value) + 4, "text-anchor": "end" }, formatY(value)),
+  ]);
+  for (const step of ticks(box.first, box.last, Math.max(2, width / 90)).filter(Number.isInteger))
+    parts.push(svg("text", { x: x(step), y: height - 6, "text-anchor": "middle" }, whole(step)));
+  parts.push(svg("line", { class: "axis", x1: margin.left, x2: right, y1: bottom, y2: bottom }));
+  return { x, y, parts, left: margin.left, right, top: margin.top, bottom };
+}
+
+// chart: {title, lines: [{metric, label, level}], range}
+function chartCard(chart, height) {
+  const lines = chart.lines.map((line, index) => ({ ...line, ...points(line.metric), index, shown: true }));
+  const drawing = svg("svg", { class: "chart", role: "img", "aria-label": chart.title });
+  const legend = el("div", { class: "legend" });
+  const named = lines.filter((line) => line.label);
+  for (const line of named) {
+    const button = el("button", { type: "button", title: line.metric, onclick: () => {
+      line.shown = !line.shown;
+      button.classList.toggle("off", !line.shown);
+      draw();
+    } }, swatch(line.index), line.label);
+    legend.append(button);
+  }
+  const card = el("figure", { class: "card" }, el("h3", {}, chart.title), legend, drawing);
+  let frame = null;
+  const cross = svg("g", {});
+
+  function draw() {
+    const width = drawing.clientWidth;
+    const visible = lines.filter((line) => line.shown);
+    if (!width || !visible.some((line) => !line.level)) { drawing.replaceChildren(); frame = null; return; }
+    frame = frameOf(width, height, bounds(visible, chart.range), chart.range ? percentTick : number);
+    drawing.setAttribute("viewBox", "0 0 " + width + " " + height);
+    drawing.setAttribute("height", height);
+    drawing.replaceChildren(...frame.parts,
+      ...visible.slice().reverse().flatMap((line) => drawLine(line, frame, frame.x, frame.y, frame.right, frame.left)), cross);
+  }
+
+  function readOut(event) {
+    if (!frame) return;
+    const left = drawing.getBoundingClientRect().left;
+    const visible = lines.filter((line) => line.shown);
+    const curves = visible.filter((line) => !line.level);
+    const found = curves.map((line) => {
+      const at = curves.length ? closestPixel(line.steps, event.clientX - left) : 0;
+      return line.steps[at];
+    });
+    const pointer = event.clientX - left;
+    const step = found.reduce((best, s) => Math.abs(frame.x(s) - pointer) < Math.abs(frame.x(best) - pointer) ? s : best);
+    const rows = [];
+    const marks = [svg("line", { class: "cross", x1: frame.x(step), x2: frame.x(step), y1: frame.top, y2: frame.bottom })];
+    for (const line of visible) {
+      const at = line.level ? 0 : nearest(line.steps, step);
+      if (!line.level && line.steps[at] !== step) continue;
+      rows.push([line.index, line.label || chart.title, chart.range ? percent(line.values[at]) : number(line.values[at])]);
+      if (!line.level) marks.push(svg("circle", { cx: frame.x(step), cy: frame.y(line.values[at]), r: 3.5, fill: colour(line.index) }));
+    }
+    cross.replaceChildren(...marks);
+    showTip(event, "step " + whole(step), rows);
+  }
+  function closestPixel(steps, pixel) {
+    const share = (pixel - frame.left) / (frame.right - frame.left);
+    const box = bounds(lines.filter((line) => line.shown), chart.range);
+    return nearest(steps, box.first + share * (box.last - box.first));
+  }
+
+  drawing.addEventListener("pointermove", readOut);
+  drawing.addEventListener("pointerleave", () => { cross.replaceChildren(); hideTip(); });
+  new ResizeObserver(draw).observe(card);
+  redraws.push(draw);
+  return card;
+}
+const percentTick = (value) => Math.round(value * 100) + "%";
+
+// Any metric by its name, for what no chart shows.
+function metricChooser() {
+  const names = Object.keys(DATA.series).sort();
+  const host = el("div", {});
+  const show = (name) => host.replaceChildren(chartCard({ title: name, lines: [{ metric: name, label: "" }] }, 230));
+  const select = el("select", { "aria-label": "metric", onchange: () => show(select.value) },
+    ...names.map((name) => el("option", { value: name }, name)));
+  show(names[0]);
+  return el("div", {}, el("div", { class: "controls" }, el("label", {}, "metric", select),
+    el("span", { class: "soft" }, names.length + " metrics")), host);
+}

@@ -1,0 +1,266 @@
+"""Metrics as curves: which of them share a chart, how long series are thinned, where time went.
+
+A chart is a row of patterns on metric names, so a metric that a recipe never writes leaves no empty
+chart, and one that no chart knows can still be chosen on the page by its name.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MAX_POINTS = 3000  # of one curve
+MAX_BARS = 120
+Metrics = Sequence[Mapping[str, float]]
+Series = dict[str, tuple[list[int], list[float]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """`lines` are patterns of whole metric names and the labels of what they match."""
+
+    section: str
+    title: str
+    lines: tuple[tuple[str, str], ...]
+    share: bool = False  # the axis goes from 0 to 1
+
+
+_SPREAD = (("mean", "mean"), ("max", "highest"), ("min", "lowest"))
+
+
+def _spread(name: str) -> tuple[tuple[str, str], ...]:
+    return tuple((f"{name}/{kind}", label) for kind, label in _SPREAD)
+
+
+CHARTS = (
+    Chart(
+        "Learning",
+        "Success rate",
+        (
+            (r"val/success_rate", "validation"),
+            (r"episode/success_rate", "training"),
+            (r"val_([^/]+)/success_rate", r"\1"),
+        ),
+        share=True,
+    ),
+    Chart(
+        "Learning",
+        "Score",
+        (
+            (r"val/score", "validation"),
+            (r"critic/score/mean", "training, reward function"),
+            (r"episode/env_reward", "training, environment"),
+            (r"val_([^/]+)/score", r"\1"),
+        ),
+    ),
+    Chart(
+        "Learning",
+        "Loss",
+        (
+            (r"val/loss", "validation"),
+            (r"train/loss", "training"),
+            (r"val/unigram_entropy", "without context"),
+        ),
+    ),
+    Chart("Learning", "Perplexity", ((r"val/perplexity", "validation"),)),
+    Chart(
+        "Environments",
+        "Validation success by environment",
+        ((r"val/([^/]+)/success_rate", r"\1"),),
+        share=True,
+    ),
+    Chart(
+        "Environments",
+        "Training success by environment",
+        ((r"episode/([^/]+)/success_rate", r"\1"),),
+        share=True,
+    ),
+    Chart(
+        "Update", "Policy loss", ((r"actor/pg_loss", "policy gradient"), (r"actor/loss", "total"))
+    ),
+    Chart("Update", "Entropy", ((r"actor/entropy(_loss)?", "policy"),)),
+    Chart(
+        "Update",
+        "KL divergence",
+        (
+            (r"actor/kl_loss", "from the reference, in the loss"),
+            (r"critic/kl", "from the reference, in the reward"),
+            (r"actor/ppo_kl", "from the policy that played"),
+        ),
+    ),
+    Chart(
+        "Update",
+        "Mismatch of sampler and learner",
+        (
+            (r"mismatch/(log_prob_diff_mean)", "log-prob difference, mean"),
+            (r"mismatch/(log_prob_diff_max)", "log-prob difference, highest"),
+            (r"mismatch/kl(_\w+)?", r"KL\1"),
+        ),
+    ),
+    Chart(
+        "Update",
+        "Gradient norm",
+        ((r"actor/grad_norm", "policy"), (r"critic/grad_norm", "critic"), (r"train/grad_norm", "")),
+    ),
+    Chart("Update", "Learning rate", ((r"actor/lr", "policy"), (r"train/lr", ""))),
+    Chart(
+        "Update",
+        "Clipped tokens",
+        (
+            (r"actor/pg_clipfrac", "above or below"),
+            (r"actor/pg_clipfrac_lower", "dual clip"),
+            (r"critic/vf_clipfrac", "critic"),
+        ),
+    ),
+    Chart("Update", "Advantages", _spread("critic/advantages")),
+    Chart("Update", "Returns", _spread("critic/returns")),
+    Chart(
+        "Update",
+        "Critic",
+        ((r"critic/loss", "loss"), (r"critic/vf_explained_var", "explained variance")),
+    ),
+    Chart("Episodes", "Agent tokens per episode", _spread("response_length")),
+    Chart("Episodes", "Turns per episode", _spread("env/number_of_actions")),
+    Chart(
+        "Episodes",
+        "Actions and turns",
+        (
+            (r"env/ratio_of_valid_action", "valid actions"),
+            (r"response_length/clip_ratio", "turns cut at the limit"),
+            (r"val/invalid_action_rate", "invalid actions, validation"),
+        ),
+        share=True,
+    ),
+    Chart("Episodes", "How episodes ended", ((r"episode/ended_by/(\w+)", r"\1"),), share=True),
+    Chart("Episodes", "Parts of the reward", ((r"reward/(.+)", r"\1"),)),
+    Chart(
+        "Episodes",
+        "Failed episodes and retries",
+        ((r"rollout/failed", "failed"), (r"rollout/retries", "retries")),
+    ),
+    Chart("Speed", "Tokens per second", ((r"perf/tokens_per_s", ""),)),
+    Chart(
+        "Speed",
+        "Seconds per turn",
+        (
+            (r"rollout/generation_seconds_per_turn", "generation"),
+            (r"rollout/environment_seconds_per_turn", "environment"),
+        ),
+    ),
+)
+
+
+def all_series(metrics: Metrics) -> Series:
+    """Steps and values of every metric, at most MAX_POINTS of each."""
+    series: Series = {}
+    for line in metrics:
+        for name, value in line.items():
+            if name not in ("step", "training/global_step"):
+                steps, values = series.setdefault(name, ([], []))
+                steps.append(int(line["step"]))
+                values.append(float(f"{value:.6g}"))
+    return {name: thinned(*points, MAX_POINTS) for name, points in series.items()}
+
+
+def thinned(
+    steps: list[int], values: list[float], limit: int
+) -> tuple[list[int], list[float]]:
+    """At most `limit` of the points: both ends, and the lowest and highest of every stretch."""
+    count = len(steps)
+    if count <= limit:
+        return steps, values
+    kept = {0, count - 1}
+    stretches = (limit - 2) // 2
+    for i in range(stretches):
+        stretch = range(1 + i * (count - 2) // stretches, 1 + (i + 1) * (count - 2) // stretches)
+        kept |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
+    return [steps[i] for i in sorted(kept)], [values[i] for i in sorted(kept)]
+
+
+def charts(series: Series) -> list[dict[str, Any]]:
+    """The charts that have something to show."""
+    found = []
+    for chart in CHARTS:
+        lines: dict[str, str] = {}
+        for pattern, label in chart.lines:
+            for name in series:
+                if name not in lines and (match := re.fullmatch(pattern, name)):
+                    lines[name] = match.expand(label)
+        # A yardstick alone is a level with nothing to compare.
+        if any(not _is_yardstick(name) for name in lines):
+            drawn = [
+                {"metric": name, "label": label, "level": _is_yardstick(name)}
+                for name, label in lines.items()
+            ]
+            found.append(
+                {"section": chart.section, "title": chart.title, "lines": drawn}
+                | ({"range": [0, 1]} if chart.share else {})
+            )
+    return found
+
+
+def _is_yardstick(name: str) -> bool:
+    return name.startswith("val_")
+
+
+def phases(metrics: Metrics) -> dict[str, Any]:
+    """Mean seconds per step by phase, over stretches of steps; they add up to the step's.
+
+    `totals` are the seconds of the whole run by phase, in the order of `names`.
+    """
+    timed = [line for line in metrics if "timing_s/step" in line]
+    names = list(dict.fromkeys(name for line in timed for name in line if _is_phase(name)))
+    size = max(1, -(-len(timed) // MAX_BARS))
+    bars = []
+    for start in range(0, len(timed), size):
+        chunk = timed[start : start + size]
+        seconds = [sum(line.get(name, 0.0) for line in chunk) / len(chunk) for name in names]
+        whole = sum(line["timing_s/step"] for line in chunk) / len(chunk)
+        steps = [int(chunk[0]["step"]), int(chunk[-1]["step"])]
+        # What no phase claims; the timer calls it other, a run without phases has nothing else.
+        bars.append({"steps": steps, "seconds": [*seconds, max(0.0, whole - sum(seconds))]})
+    totals = [sum(line.get(name, 0.0) for line in timed) for name in names]
+    whole = sum(line["timing_s/step"] for line in timed)
+    totals.append(max(0.0, whole - sum(totals)))
+    short = [name.removeprefix("timing_s/") for name in names] + ["step" if not names else "rest"]
+    if totals[-1] <= 1e-6 * whole:  # rounding
+        short, totals = short[:-1], totals[:-1]
+        bars = [bar | {"seconds": bar["seconds"][:-1]} for bar in bars]
+    return {"names": short, "totals": totals, "bars": bars, "per_bar": size}
+
+
+def _is_phase(name: str) -> bool:
+    return name.startswith("timing_s/") and name != "timing_s/step"
+
+
+def environments(metrics: Metrics) -> list[dict[str, Any]]:
+    """Validation by environment, all of them together last where there are several."""
+    pattern = re.compile(r"val/(?:([^/]+)/)?success_rate")
+    names = dict.fromkeys(
+        match[1] for line in metrics for name in line if (match := pattern.fullmatch(name))
+    )
+    named = [name for name in names if name is not None]
+    rows: list[str | None] = [*named, *([None] if len(named) != 1 and None in names else [])]
+    table = []
+    for env in rows:
+        below = f"/{env}" if env else ""
+        seen = [line for line in metrics if f"val{below}/success_rate" in line]
+        rates = [line[f"val{below}/success_rate"] for line in seen]
+        yardsticks = {
+            match[1]: value
+            for line in metrics
+            for name, value in line.items()
+            if (match := re.fullmatch(rf"val_([^/]+){re.escape(below)}/success_rate", name))
+        }
+        table.append(
+            {
+                "env": env or "all",
+                "first": [int(seen[0]["step"]), rates[0]],
+                "last": [int(seen[-1]["step"]), rates[-1]],
+                "best": max(rates),
+                "score": seen[-1].get(f"val{below}/score"),
+                "turns": seen[-1].get(f"val{below}/turns"),
+                "yardsticks": yardsticks,
+            }
+        )
+    return table

@@ -1,0 +1,195 @@
+"""Episodes for the page's browser: few of many files, few of many episodes, every text bounded.
+
+A run plays far more than a page can hold. Chosen are the first file, some between and the last
+ones, and of each file episodes that were won and lost in every environment, until its share of the
+page's characters is used up. What was left out is counted, so that the page can say so.
+"""
+
+import collections
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from manus_jax.rollout.trajectory import FailedEpisode, Trajectory, Turn
+from manus_jax.rollout.trajectory_files import LoggedEpisode, parse_episode
+
+TRAIN_FILES, VALIDATION_FILES, LAST_FILES = 9, 5, 3
+CANDIDATES = 64  # lines of a file that are looked at
+EPISODES_PER_FILE = 24
+CHARACTERS = 8_000_000  # of all episodes together, as JSON
+TEXT_CHARACTERS = 4_000  # of one observation or message
+TURN_TOKENS = 2_000
+T = TypeVar("T")
+
+
+def browser_data(run: Path, characters: int = CHARACTERS) -> dict[str, Any]:
+    """The chosen files in order of their steps, and how many there are."""
+    training, validation = _files(run / "trajectories")
+    chosen = spread(training, TRAIN_FILES) + spread(validation, VALIDATION_FILES)
+    chosen.sort(key=lambda numbered: numbered[0])
+    texts = TokenTexts.of_model(run / "model") if chosen else None
+    shown: list[dict[str, Any]] = []
+    left = characters
+    for index, (step, path) in enumerate(chosen):
+        file = _file(step, path, texts, left // (len(chosen) - index))
+        left -= file.pop("characters")
+        shown.append(file)
+    return {"files": shown, "total_files": len(training) + len(validation)}
+
+
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """At most `count` of the items: the first, the last LAST_FILES, and others evenly between."""
+    if len(items) <= count:
+        return list(items)
+    rest = len(items) - LAST_FILES
+    others = count - LAST_FILES
+    return [items[i * rest // others] for i in range(others)] + list(items[rest:])
+
+
+def _files(folder: Path) -> tuple[list[tuple[int, Path]], list[tuple[int, Path]]]:
+    """(step, path) of training's files and of validation's, in order."""
+    training, validation = [], []
+    for path in folder.glob("*.jsonl"):
+        if match := re.fullmatch(r"(val_)?(\d+)", path.stem):
+            (validation if match[1] else training).append((int(match[2]), path))
+    return sorted(training), sorted(validation)
+
+
+def _file(step: int, path: Path, texts: "TokenTexts | None", characters: int) -> dict[str, Any]:
+    lines = path.read_bytes().splitlines()
+    count = min(len(lines), CANDIDATES)
+    candidates, unreadable = [], 0
+    for number in (i * len(lines) // count for i in range(count)):
+        try:
+            candidates.append((number, parse_episode(lines[number])))
+        except ValueError:
+            unreadable += 1
+    episodes, used = [], 0
+    for number, logged in _mixed(candidates):
+        record = _record(logged, texts) | {"number": number}
+        size = len(json.dumps(record))
+        if used + size <= characters:
+            used += size
+            episodes.append(record)
+        if len(episodes) == EPISODES_PER_FILE:
+            break
+    return {
+        "step": step,
+        "validation": path.stem.startswith("val_"),
+        "total": len(lines),
+        "unreadable": unreadable,
+        "episodes": sorted(episodes, key=lambda record: record["number"]),
+        "characters": used,
+    }
+
+
+def _mixed(candidates: Sequence[tuple[int, LoggedEpisode]]) -> list[tuple[int, LoggedEpisode]]:
+    """In turn one of each kind: an environment's won, its lost, its failed episodes."""
+    kinds: dict[Any, list[tuple[int, LoggedEpisode]]] = collections.defaultdict(list)
+    for numbered in candidates:
+        outcome = numbered[1].outcome
+        won = outcome.success if isinstance(outcome, Trajectory) else None
+        kinds[outcome.spec.task.env, won].append(numbered)
+    longest = max(map(len, kinds.values()), default=0)
+    return [kind[i] for i in range(longest) for kind in kinds.values() if i < len(kind)]
+
+
+def _record(logged: LoggedEpisode, texts: "TokenTexts | None") -> dict[str, Any]:
+    outcome = logged.outcome
+    task = outcome.spec.task
+    record: dict[str, Any] = {"id": task.item_id, "uid": outcome.spec.uid, "env": task.env or ""}
+    if isinstance(outcome, FailedEpisode):
+        failed = {"kind": outcome.kind, "error": shortened(outcome.error)}
+        return record | {"failed": failed, "attempts": outcome.attempts}
+    turns = [
+        _turn_record(turn, outcome, logged.advantages, number, texts)
+        for number, turn in enumerate(outcome.turns)
+    ]
+    return record | {
+        "won": outcome.success,
+        "reward": _short(outcome.episode_reward),
+        "env_reward": _short(outcome.env_reward),
+        "parts": {k: _short(v) for k, v in outcome.score.components.items()}
+        if outcome.score
+        else {},
+        "end": outcome.end_reason,
+        "attempts": outcome.attempts,
+        "opening": [[message.role, shortened(message.content)] for message in outcome.opening],
+        "first": shortened(outcome.first_observation),
+        "turns": turns,
+    }
+
+
+def _turn_record(
+    turn: Turn,
+    trajectory: Trajectory,
+    advantages: Sequence[np.ndarray] | None,
+    number: int,
+    texts: "TokenTexts | None",
+) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "text": shortened(turn.text),
+        "action": None if turn.action is None else shortened(turn.action),
+        "observation": shortened(turn.observation),
+        "reward": _short(trajectory.turn_rewards[number]),
+        "cut": turn.cut,
+        "seconds": [round(turn.generation_seconds, 2), round(turn.environment_seconds, 2)],
+    }
+    if texts is None or not trajectory.segments:
+        return record
+    segment = trajectory.segments[turn.segment]
+    span = slice(turn.start, min(turn.stop, turn.start + TURN_TOKENS))
+    ids = segment.token_ids[span].tolist()
+    record |= {
+        "tokens": texts(ids),
+        "ids": ids,
+        "log_probs": [round(float(x), 3) for x in segment.log_probs[span]],
+        "more_tokens": turn.stop - span.stop,
+    }
+    if advantages is not None:
+        record["advantages"] = [_short(x) for x in advantages[turn.segment][span]]
+    return record
+
+
+def shortened(text: str, limit: int = TEXT_CHARACTERS) -> str:
+    """A text with its middle left out where it is longer than `limit` characters."""
+    if len(text) <= limit:
+        return text
+    head = limit * 3 // 4
+    tail = limit - head
+    return f"{text[:head]}\n[… {len(text) - limit:,} characters …]\n{text[-tail:]}"
+
+
+def _short(value: float) -> float:
+    return float(f"{float(value):.4g}")
+
+
+class TokenTexts:
+    """What each token adds to the text; a character in several tokens is the last one's."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def of_model(cls, directory: Path) -> "TokenTexts | None":
+        """None where a run keeps no tokenizer; the text of whole turns is there all the same."""
+        path = directory / "tokenizer.json"
+        return cls(Tokenizer.from_file(str(path))) if path.is_file() else None
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        texts: list[str] = []
+        pending: list[int] = []
+        for place, token in enumerate(ids):
+            pending.append(token)
+            text = self._tokenizer.decode(pending, skip_special_tokens=False)
+            # No character of UTF-8 has more than four bytes.
+            unfinished = text.endswith("\ufffd") and len(pending) < 4 and place + 1 < len(ids)
+            texts.append("" if unfinished else text)
+            if not unfinished:
+                pending = []
+        return texts

@@ -1,0 +1,92 @@
+"""The page itself: data, style and script in one file that needs nothing else.
+
+Texts of models and environments are never markup. They travel as JSON in which every character that
+HTML could mistake for a tag is escaped, the script puts them on the page as text nodes alone, and
+the page forbids itself any script but its own and any request.
+"""
+
+import base64
+import hashlib
+import html
+import importlib.resources
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from manus_jax.reporting import curves, episodes
+from manus_jax.reporting.run_data import RunData, read_run
+from manus_jax.runtime.run_directory import RunDirectoryError, write_atomically
+
+_SCRIPTS = ("elements.js", "charts.js", "time.js", "episodes.js", "main.js")
+
+
+def write_report(run: Path, out: Path | None = None) -> Path:
+    """Writes the report of a run directory, to its `report.html` unless told otherwise."""
+    run = Path(run).expanduser()
+    out = run / "report.html" if out is None else Path(out).expanduser()
+    page = render(report_data(run))
+    try:
+        write_atomically(out, page)
+    except OSError as error:
+        raise RunDirectoryError(f"the report {out} cannot be written: {error}") from None
+    return out
+
+
+def report_data(run: Path) -> dict[str, Any]:
+    """All that the page shows, as JSON."""
+    data = read_run(run)
+    series = curves.all_series(data.metrics)
+    # Most metrics are written at every step: their steps are kept once.
+    axes = {axis: i for i, axis in enumerate(dict.fromkeys(tuple(s) for s, _ in series.values()))}
+    return {
+        "run": _facts(data),
+        "axes": [list(axis) for axis in axes],
+        "series": {n: [axes[tuple(steps)], values] for n, (steps, values) in series.items()},
+        "charts": curves.charts(series),
+        "phases": curves.phases(data.metrics),
+        "environments": curves.environments(data.metrics),
+        "episodes": episodes.browser_data(run),
+        "config": data.config,
+    }
+
+
+def _facts(data: RunData) -> dict[str, Any]:
+    bindings = data.bindings
+    total = bindings.get("train.total_steps") or bindings.get("sft.total_steps")
+    return {
+        "name": data.path.resolve().name,
+        "step": int(data.metrics[-1]["step"]) if data.metrics else None,
+        "total_steps": int(total) if total and total.isdigit() else None,
+        "unreadable": data.unreadable,
+        "written": data.written,
+        "seconds": sum(line.get("timing_s/step", 0.0) for line in data.metrics),
+        "episodes": int(sum(line.get("rollout/episodes", 0.0) for line in data.metrics)),
+        "recipe": bindings.get("algorithm.recipe", "").strip("'\""),
+    }
+
+
+def render(data: dict[str, Any]) -> str:
+    """The page, in ASCII."""
+    script = "\n".join(_asset(name) for name in _SCRIPTS)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    parts = {
+        "TITLE": html.escape(data["run"]["name"]).encode("ascii", "xmlcharrefreplace").decode(),
+        "SCRIPT_HASH": f"sha256-{digest}",
+        "STYLE": _asset("report.css"),
+        "DATA": script_safe_json(data),
+        "SCRIPT": script,
+    }
+    # In one pass: a part that holds the name of another stays as it is.
+    return re.sub(r"\{\{([A-Z_]+)\}\}", lambda match: parts[match[1]], _asset("report.html"))
+
+
+def script_safe_json(data: Any) -> str:
+    """JSON that ends no script element and opens no comment."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _asset(name: str) -> str:
+    folder = importlib.resources.files("manus_jax.reporting") / "assets"
+    return (folder / name).read_text(encoding="ascii")

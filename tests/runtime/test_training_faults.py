@@ -1,0 +1,133 @@
+"""What goes wrong in a training run: it is told in a line, and nothing that was saved is lost."""
+
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse
+from test_training import ROOT, arguments, error_of, metrics
+
+from envs import registry
+from envs.server import build_app
+from manus_jax import train
+from manus_jax.rewards import register_reward
+
+
+def start(run_dir: Path, *more: str, **how) -> subprocess.Popen:
+    run = [sys.executable, "-m", "manus_jax.train", *arguments(run_dir, *more)]
+    return subprocess.Popen(
+        run, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how
+    )
+
+
+def test_a_run_that_is_interrupted_finishes_its_step_and_goes_on_later(tmp_path):
+    process = start(tmp_path, "train.total_steps = 50", "train.save_freq = 50")
+    while process.poll() is None and not (tmp_path / "trajectories" / "1.jsonl").exists():
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 130
+    done = metrics(tmp_path)[-1]["step"]
+    assert f"stopped after step {done} of 50, which is saved" in errors
+    assert "Traceback" not in errors
+    train.main(arguments(tmp_path, f"train.total_steps = {done + 1}"))
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(done + 2))
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_half_file(tmp_path):
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    process = start(tmp_path / "run", "train.total_steps = 2", preexec_fn=small_files)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 2
+    assert "cannot be written any more" in errors and "File too large" in errors
+    train.main(arguments(tmp_path / "run", "train.total_steps = 1"))
+    assert metrics(tmp_path / "run")[-1]["step"] == 1
+
+
+def test_a_run_directory_that_cannot_be_made_or_is_anothers(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in error_of(capsys, monkeypatch, *arguments(tmp_path / "file/run"))
+    train.main(arguments(tmp_path / "run", "train.total_steps = 1"))
+    capsys.readouterr()
+    other = arguments(tmp_path / "run", "train.total_steps = 1", "train.group_size = 2")
+    text = error_of(capsys, monkeypatch, *other)
+    assert "holds a run of another configuration: train.group_size was 4 and is 2" in text
+
+
+def test_gradients_that_are_never_finite_end_the_run(tmp_path, capsys, monkeypatch):
+    more = ("train.total_steps = 9", "optimizer.lr = 1e30", "train.max_bad_updates = 2")
+    text = error_of(capsys, monkeypatch, *arguments(tmp_path, *more))
+    assert "2 updates in a row had a gradient that is not finite" in text
+
+
+@register_reward("raises_for_tests")
+def raises(solution_str, ground_truth, **kwargs):
+    raise KeyError("answer")
+
+
+@register_reward("nan_for_tests")
+def nan(solution_str, ground_truth, **kwargs):
+    return float("nan")
+
+
+@pytest.mark.parametrize("name", ["raises_for_tests", "nan_for_tests"])
+def test_a_reward_function_that_fails_is_named(tmp_path, capsys, monkeypatch, name):
+    more = (f"algorithm.reward = '{name}'", "algorithm.reward_parameters = {}")
+    assert name in error_of(capsys, monkeypatch, *arguments(tmp_path, *more))
+
+
+@pytest.fixture
+def half_broken_maze():
+    """The maze's own server, of which every second session answers 500 to each action."""
+    app: FastAPI = build_app(registry.load("maze"))
+
+    @app.middleware("http")
+    async def break_half(request: Request, call_next):
+        if request.url.path.endswith("/step") and (await request.json())["id"] % 2:
+            return PlainTextResponse("broken", status_code=500)
+        return await call_next(request)
+
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+def test_half_of_the_episodes_failing_is_told_and_trained_around(
+    tmp_path, capsys, half_broken_maze
+):
+    more = (
+        f"env.urls = {{'maze': ['{half_broken_maze}']}}",
+        "train.total_steps = 2",
+        "train.val_before_train = False",
+        "data.val_files = []",
+    )
+    warm = tmp_path / "warm"
+    train.main(arguments(warm, "train.total_steps = 1"))
+    capsys.readouterr()
+    model = f"model.path = '{warm / 'warm_start' / 'export' / '2'}'"
+    given = [
+        a
+        for a in arguments(tmp_path / "run", *more, model, "warm_start.steps = 0")
+        if "scratch" not in a
+    ]
+    train.main(given)
+    told = capsys.readouterr().out
+    lines = metrics(tmp_path / "run")
+    assert any(line["rollout/failed"] > 0 for line in lines)
+    assert all(line["rollout/episodes"] > 0 for line in lines)
+    assert "episodes were dropped" in told
