@@ -132,9 +132,7 @@ def _shortest(values: np.ndarray) -> list[float]:
     return [float(str(x)) for x in values]
 
 
-def _by_segment(
-    trajectory: Trajectory, spans: Sequence[Sequence[float]]
-) -> tuple[np.ndarray, ...]:
+def _by_segment(trajectory: Trajectory, spans: Sequence[Sequence[float]]) -> tuple[np.ndarray, ...]:
     """Numbers of each turn's tokens at their places in the segments, 0 elsewhere."""
     placed = tuple(np.zeros(len(segment), np.float32) for segment in trajectory.segments)
     for turn, values in zip(trajectory.turns, spans, strict=True):
