@@ -162,9 +162,7 @@ def all_series(metrics: Metrics) -> Series:
     return {name: thinned(*points, MAX_POINTS) for name, points in series.items()}
 
 
-def thinned(
-    steps: list[int], values: list[float], limit: int
-) -> tuple[list[int], list[float]]:
+def thinned(steps: list[int], values: list[float], limit: int) -> tuple[list[int], list[float]]:
     """At most `limit` of the points: both ends, and the lowest and highest of every stretch."""
     count = len(steps)
     if count <= limit:

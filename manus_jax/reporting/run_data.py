@@ -64,9 +64,7 @@ def read_metrics(path: Path) -> tuple[tuple[Mapping[str, float], ...], int]:
 
 
 def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    )
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def gin_bindings(text: str) -> dict[str, str]:

@@ -56,11 +56,12 @@ function pathOf(line, values, x, y) {
   return values.map((value, i) => (i ? "L" : "M") + x(line.steps[i]).toFixed(1) + " " + y(value).toFixed(1)).join("");
 }
 
-function drawLine(line, frame, x, y, right, left) {
+function drawLine(line, frame) {
+  const { x, y } = frame;
   const stroke = { stroke: colour(line.index) };
   if (line.level) {
     const at = y(line.values[0]).toFixed(1);
-    return [svg("path", { class: "curve level", d: "M" + left + " " + at + "H" + right, ...stroke })];
+    return [svg("path", { class: "curve level", d: "M" + frame.left + " " + at + "H" + frame.right, ...stroke })];
   }
   const dense = line.values.length >= 30;
   const drawn = [];
@@ -75,7 +76,7 @@ function drawLine(line, frame, x, y, right, left) {
   return drawn;
 }
 
-function frameOf(width, height, box, formatY) {
+function frameOf(width, height, box, formatY, formatX = whole) {
   const margin = { left: 50, right: 10, top: 8, bottom: 22 };
   const right = width - margin.right, bottom = height - margin.bottom;
   const x = (step) => margin.left + (step - box.first) / (box.last - box.first) * (right - margin.left);
@@ -85,9 +86,10 @@ function frameOf(width, height, box, formatY) {
     svg("text", { x: margin.left - 7, y: y(value) + 4, "text-anchor": "end" }, formatY(value)),
   ]);
   for (const step of ticks(box.first, box.last, Math.max(2, width / 90)).filter(Number.isInteger))
-    parts.push(svg("text", { x: x(step), y: height - 6, "text-anchor": "middle" }, whole(step)));
+    parts.push(svg("text", { x: x(step), y: height - 6, "text-anchor": "middle" }, formatX(step)));
   parts.push(svg("line", { class: "axis", x1: margin.left, x2: right, y1: bottom, y2: bottom }));
-  return { x, y, parts, left: margin.left, right, top: margin.top, bottom };
+  const stepAt = (pixel) => box.first + (pixel - margin.left) / (right - margin.left) * (box.last - box.first);
+  return { x, y, stepAt, parts, left: margin.left, right, top: margin.top, bottom };
 }
 
 // chart: {title, lines: [{metric, label, level}], range}
@@ -116,20 +118,17 @@ function chartCard(chart, height) {
     drawing.setAttribute("viewBox", "0 0 " + width + " " + height);
     drawing.setAttribute("height", height);
     drawing.replaceChildren(...frame.parts,
-      ...visible.slice().reverse().flatMap((line) => drawLine(line, frame, frame.x, frame.y, frame.right, frame.left)), cross);
+      ...visible.slice().reverse().flatMap((line) => drawLine(line, frame)), cross);
   }
 
   function readOut(event) {
     if (!frame) return;
-    const left = drawing.getBoundingClientRect().left;
+    const pixel = event.clientX - drawing.getBoundingClientRect().left;
     const visible = lines.filter((line) => line.shown);
-    const curves = visible.filter((line) => !line.level);
-    const found = curves.map((line) => {
-      const at = curves.length ? closestPixel(line.steps, event.clientX - left) : 0;
-      return line.steps[at];
-    });
-    const pointer = event.clientX - left;
-    const step = found.reduce((best, s) => Math.abs(frame.x(s) - pointer) < Math.abs(frame.x(best) - pointer) ? s : best);
+    const wanted = frame.stepAt(pixel);
+    const step = visible.filter((line) => !line.level)
+      .map((line) => line.steps[nearest(line.steps, wanted)])
+      .reduce((best, s) => (Math.abs(s - wanted) < Math.abs(best - wanted) ? s : best));
     const rows = [];
     const marks = [svg("line", { class: "cross", x1: frame.x(step), x2: frame.x(step), y1: frame.top, y2: frame.bottom })];
     for (const line of visible) {
@@ -141,12 +140,6 @@ function chartCard(chart, height) {
     cross.replaceChildren(...marks);
     showTip(event, "step " + whole(step), rows);
   }
-  function closestPixel(steps, pixel) {
-    const share = (pixel - frame.left) / (frame.right - frame.left);
-    const box = bounds(lines.filter((line) => line.shown), chart.range);
-    return nearest(steps, box.first + share * (box.last - box.first));
-  }
-
   drawing.addEventListener("pointermove", readOut);
   drawing.addEventListener("pointerleave", () => { cross.replaceChildren(); hideTip(); });
   new ResizeObserver(draw).observe(card);
