@@ -49,7 +49,7 @@ def test_a_bad_answer_to_step_is_a_typed_failure(
     stub = TextcraftStub()
     heard = []
     with serving(stub) as url:
-        session = Session(TEXTCRAFT, url, HASTY, lambda call, failure: heard.append(failure))
+        session = Session(TEXTCRAFT, url, HASTY, heard.append)
         session.create()
         session.reset(0)
         stub.faults["step"] = fault
@@ -116,59 +116,6 @@ def test_a_long_answer_is_quoted_in_short() -> None:
         Session(TEXTCRAFT, url).create()
     assert len(str(caught.value)) < 400
     assert "100000 characters" in str(caught.value)
-
-
-def test_webarena_reset_that_says_timeout_is_a_failure_of_its_back_end() -> None:
-    def webarena(method: str, path: str, body: object) -> Reply:
-        if path == "/create":
-            return Reply('{"env_idx": 4}')
-        return Reply('{"observation": "TimeoutError", "sites": "Error", "object": "Error"}')
-
-    with serving(webarena) as url:
-        session = Session(ENVIRONMENTS["webarena"], url)
-        session.create()
-        assert session.id == 4
-        with pytest.raises(EnvironmentFailure) as caught:
-            session.reset(3)
-    assert caught.value.kind is FailureKind.BACKEND
-
-
-def test_webarena_rewards_only_what_is_terminated() -> None:
-    steps = iter([(1.0, False), (1.0, True)])
-
-    def webarena(method: str, path: str, body: object) -> Reply:
-        if path == "/create":
-            return Reply('{"env_idx": 4}')
-        if path == "/reset":
-            assert body == {"env_idx": 4, "seed": 0, "idx": 3}
-            return Reply('{"observation": "tree", "sites": [], "object": "o"}')
-        if path == "/observation?env_idx=4":
-            return Reply('"OBJECTIVE: buy"')
-        reward, terminated = next(steps)
-        answer = {"observation": "page", "reward": reward, "terminated": terminated}
-        return Reply(json.dumps({**answer, "truncated": False, "info": {}}))
-
-    with serving(webarena) as url:
-        session = Session(ENVIRONMENTS["webarena"], url)
-        session.create()
-        assert session.reset(3) == "OBJECTIVE: buy"
-        assert session.step("```scroll [down]```").reward == 0.0
-        assert session.step("```stop []```").reward == 1.0
-        assert session.success
-
-
-def test_alfworld_shows_the_available_actions_first() -> None:
-    def alfworld(method: str, path: str, body: object) -> Reply:
-        if path == "/create":
-            return Reply('{"id": 0}')
-        assert body == {"id": 0, "game": 7, "world_type": "Text"}
-        answer = {"id": 0, "observation": "A room.", "available_actions": ["look", "go to bed 1"]}
-        return Reply(json.dumps({**answer, "task_type": "pick"}))
-
-    with serving(alfworld) as url:
-        session = Session(ENVIRONMENTS["alfworld"], url)
-        session.create()
-        assert session.reset(7) == "A room.\nAVAILABLE ACTIONS: look,go to bed 1"
 
 
 def test_babyai_ends_on_the_completed_text_though_done_is_false() -> None:
