@@ -100,7 +100,12 @@ class Recipe:
             "ref_log_probs": self.kl_placement == "loss",
             "entropy": self.entropy_coef != 0.0,
         }
-        return tuple(name for name, needed in wanted.items() if needed)
+        return (*(name for name, needed in wanted.items() if needed), *self.extra_fields)
+
+    @property
+    def extra_fields(self) -> tuple[str, ...]:
+        """The per-token fields of the samples that its policy loss wants beyond the usual ones."""
+        return tuple(sorted(POLICY_LOSSES[self.loss].needs - {"segment_ids"}))
 
 
 class Episodes(NamedTuple):
@@ -251,6 +256,7 @@ class Tokens(NamedTuple):
     mask: jax.Array  # bool
     segment_ids: jax.Array | None  # int in [0, num_segments), each row numbered on its own
     num_segments: int
+    fields: Mapping[str, jax.Array]  # what else the loss said that it needs
 
 
 PolicyLossFn = Callable[[Recipe, Tokens], losses.LossAndStats]
@@ -267,7 +273,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {}
 def register_policy_loss(name: str, *needs: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Decorator: makes `fn(recipe, tokens)` a policy loss by name.
 
-    needs: segment_ids, or nothing.
+    needs: segment_ids, and any per-token fields of the samples (see rollout/samples.py), which it
+      then finds in `tokens.fields`.
     """
 
     def register(fn: PolicyLossFn) -> PolicyLossFn:
@@ -286,7 +293,7 @@ def _ppo_clip(r: Recipe, t: Tokens) -> losses.LossAndStats:
 
 @register_policy_loss("gspo", "segment_ids")
 def _gspo(r: Recipe, t: Tokens) -> losses.LossAndStats:
-    return losses.gspo(*t, r.clip_low, r.clip_high)
+    return losses.gspo(*t[:6], r.clip_low, r.clip_high)
 
 
 @register_policy_loss("cispo")
@@ -334,6 +341,7 @@ def policy_loss(
             mask=mask,
             segment_ids=fields.get("segment_ids"),
             num_segments=num_segments or log_probs.shape[1] + 1,
+            fields={name: on_mask(fields[name]) for name in recipe.extra_fields},
         )
         loss_t, stats = POLICY_LOSSES[recipe.loss].fn(recipe, t)
         for correction in recipe.corrections:

@@ -8,7 +8,7 @@ token's meaning is read off its id.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,43 @@ class Origin:
 
     trajectory: int
     segment: int
+
+
+TokenField = Callable[[Trajectory, int], np.ndarray]
+"""(trajectory, number of a segment) → one number per token of the segment, [T]."""
+
+_OWN_FIELDS = ("sampler_log_probs", "token_rewards", "turn_ids", "versions")
+_MORE_FIELDS: dict[str, TokenField] = {}
+
+
+def register_field(name: str) -> Callable[[TokenField], TokenField]:
+    """Decorator: gives every sample one more per-token field, for a policy loss that needs it."""
+
+    def register(fn: TokenField) -> TokenField:
+        if name in sample_fields():
+            raise ValueError(f"samples have a field {name!r} already; choose another name")
+        _MORE_FIELDS[name] = fn
+        return fn
+
+    return register
+
+
+def sample_fields() -> tuple[str, ...]:
+    """The names of the per-token fields that samples have."""
+    return (*_OWN_FIELDS, *_MORE_FIELDS)
+
+
+def _more_fields(trajectory: Trajectory, segment: int) -> dict[str, np.ndarray]:
+    length = len(trajectory.segments[segment])
+    fields = {}
+    for name, fn in _MORE_FIELDS.items():
+        fields[name] = np.asarray(fn(trajectory, segment), np.float32)
+        if fields[name].shape != (length,):
+            raise ValueError(
+                f"field {name!r} of episode {trajectory.uid} has shape {fields[name].shape}, and "
+                f"its segment {segment} has {length} tokens"
+            )
+    return fields
 
 
 def token_rewards(
@@ -78,8 +115,8 @@ def to_samples(
 ) -> tuple[list[Sample], list[Origin]]:
     """One sample per segment, in order, with where each comes from.
 
-    Fields, all 0 outside the mask: sampler_log_probs, token_rewards; and turn_ids and versions,
-    which are -1 there.
+    Fields, all 0 outside the mask: sampler_log_probs, token_rewards; turn_ids and versions, which
+    are -1 there; and those of `register_field`.
     """
     samples, origins = [], []
     rewards = token_rewards(trajectories, allocation)
@@ -92,6 +129,7 @@ def to_samples(
                 "token_rewards": rewarded,
                 "turn_ids": segment.turn_ids.astype(np.float32),
                 "versions": segment.versions.astype(np.float32),
+                **_more_fields(trajectory, index),
             }
             ends = tuple(turn.stop for turn in trajectory.turns if turn.segment == index)
             samples.append(Sample(segment.token_ids, segment.loss_mask, fields, ends))
@@ -108,8 +146,8 @@ def to_data_proto(
     """One row per segment, padded on the right to `length` (or to the longest).
 
     Arrays [rows, length]: input_ids, attention_mask, position_ids, loss_mask, turn_ids, versions,
-    token_level_rewards, sampler_log_probs. Per row: uid, group_id, env, item_id, segment, turns,
-    valid_actions, episode_reward, env_reward, success, end_reason.
+    token_level_rewards, sampler_log_probs, and those of `register_field`. Per row: uid, group_id,
+    env, item_id, segment, turns, valid_actions, episode_reward, env_reward, success, end_reason.
     """
     samples, origins = to_samples(trajectories, allocation)
     longest = max(map(len, samples), default=0)
@@ -135,6 +173,7 @@ def to_data_proto(
         "versions": field("versions", -1, np.int32),
         "token_level_rewards": field("token_rewards", 0, np.float32),
         "sampler_log_probs": field("sampler_log_probs", 0, np.float32),
+        **{name: field(name, 0, np.float32) for name in _MORE_FIELDS},
     }
     rows = [(trajectories[origin.trajectory], origin.segment) for origin in origins]
     others: dict[str, list[Any]] = {

@@ -30,6 +30,7 @@ from manus_jax.rollout.dialogue import EngineAgent
 from manus_jax.rollout.player import Agent
 from manus_jax.rollout.policies import OraclePolicy, RandomPolicy
 from manus_jax.rollout.runner import run_episodes
+from manus_jax.rollout.samples import sample_fields
 from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import episode_specs, trajectories
 from manus_jax.runtime import policy_source, supervised
@@ -107,6 +108,11 @@ def make_recipe(settings: AlgorithmSettings) -> Recipe:
             recipe = dataclasses.replace(recipe, corrections=corrections)
     except ValueError as error:
         raise ConfigError(f"algorithm: {error}") from None
+    if unknown := [name for name in recipe.extra_fields if name not in sample_fields()]:
+        raise ConfigError(
+            f"algorithm.recipe: the policy loss {recipe.loss!r} needs the field {unknown[0]!r}; "
+            f"samples have {', '.join(sample_fields())}"
+        )
     if recipe.aggregation == "seq-mean-token-sum-norm" and not settings.norm_constant:
         raise ConfigError(
             f"algorithm.norm_constant is not set, and {recipe.name} divides each sequence's loss "
