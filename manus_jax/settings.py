@@ -241,6 +241,8 @@ class TrainSettings:
     max_bad_updates: int = 3  # in a row without a finite gradient, or steps without an episode
     turns_schedule: tuple[int, ...] = ()  # turn limits, one after the other; empty: max_turns
     turns_schedule_steps: int = 100  # how long each of them holds
+    tensorboard: bool = False  # event files in run_dir/tensorboard
+    wandb_project: str = ""  # empty: nothing goes to wandb
     export: bool = True
     next_command: str = ""  # printed at the end, for a config that leads on to another
 

@@ -36,6 +36,7 @@ from manus_jax.rollout.trajectory import episode_specs, trajectories
 from manus_jax.runtime import policy_source, supervised
 from manus_jax.runtime.checkpoints import Checkpoints
 from manus_jax.runtime.evaluation import evaluate_policy
+from manus_jax.runtime.metric_sinks import check_sinks
 from manus_jax.runtime.panels import Panel, listed_tasks, make_panel, split_tasks
 from manus_jax.runtime.playing import (
     check_engine,
@@ -228,6 +229,7 @@ def open_trainer(config: TrainConfig, operative_config: str) -> Iterator[Trainer
     train, data = config.train, config.data
     recipe = make_recipe(config.algorithm)
     _check_sizes(config, recipe)
+    check_sinks(train)
     reward = RewardSettings(config.algorithm.reward, config.algorithm.reward_parameters)
     rollout = make_rollout(config.rollout, train.seed)
     check_play(config.env, rollout)

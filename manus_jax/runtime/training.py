@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.algorithms.corrections import mismatch_metrics
@@ -27,6 +28,7 @@ from manus_jax.algorithms.kl import (
 from manus_jax.algorithms.recipes import Recipe
 from manus_jax.dataset import Mixture, Task
 from manus_jax.learner.learners import Learner, Reference
+from manus_jax.reporting.page import write_report
 from manus_jax.rewards import RewardSettings
 from manus_jax.rollout.dialogue import EngineAgent
 from manus_jax.rollout.engine import Engine
@@ -41,6 +43,7 @@ from manus_jax.runtime.checkpoints import Checkpoints
 from manus_jax.runtime.closing import validation_file
 from manus_jax.runtime.evaluation import EvaluationResult
 from manus_jax.runtime.experience import Experience, add_advantages, comparable, with_signal
+from manus_jax.runtime.metric_sinks import open_sinks
 from manus_jax.runtime.progress import ProgressLine
 from manus_jax.runtime.run_directory import RunDirectory
 from manus_jax.runtime.stopping import Stopped, stop_requests
@@ -147,6 +150,7 @@ class Trainer:
         with (
             stop_requests("stopping after this step; once more stops at once") as stop,
             ProgressLine("train", train.total_steps, start) as line,
+            open_sinks(train, self.directory, start) as log,
         ):
             if start:
                 line.say(f"resumed at step {start}")
@@ -155,11 +159,14 @@ class Trainer:
                     last |= self.evaluate(name).metrics(f"val_{name}")
                 last |= self._validate(0)
                 self.directory.append_metrics({"step": 0, **last})
+                log(0, last)
                 line.say(_validation_line(0, last))
+            timer = Timer()
+            with timer.phase("report"):
+                self._report(line)
             if train.val_only:
                 return last
             for step in range(start + 1, train.total_steps + 1):
-                timer = Timer()
                 metrics, bad_updates = self._step(step, timer)
                 metrics["training/global_step"] = float(step)
                 trouble = troubles.after(metrics, bad_updates)
@@ -175,7 +182,13 @@ class Trainer:
                         self._save(step, metrics)
                 metrics |= timer.metrics()
                 self.directory.append_metrics({"step": step, **metrics})
+                log(step, metrics)
                 last |= metrics
+                # The report shows the metrics of its step, so its time is the next step's.
+                timer = Timer()
+                if step % train.test_freq == 0 or step == train.total_steps or stop:
+                    with timer.phase("report"):
+                        self._report(line)
                 shown = ("critic/score/mean", "episode/success_rate", "actor/pg_loss")
                 line.update(step, {name.split("/")[1]: metrics.get(name, 0.0) for name in shown})
                 if stop and step < train.total_steps:
@@ -187,6 +200,13 @@ class Trainer:
                     )
         self.checkpoints.wait()
         return last
+
+    def _report(self, line: ProgressLine) -> None:
+        try:
+            write_report(self.directory.path)
+        # Whatever is wrong with the page, training goes on.
+        except Exception as error:
+            line.say(escape(f"report.html was not written: {type(error).__name__}: {error}"))
 
     def _validate(self, step: int) -> dict[str, float]:
         result = self.evaluate("val")
@@ -224,6 +244,9 @@ class Trainer:
                 experience, self.recipe, self.kl_controller, greedy, self.algorithm.similarity
             )
         metrics |= advantage_metrics
+        # Again, with what was not known before; the file is there whatever happens in between.
+        advantages = _advantages_by_uid(experience)
+        write_trajectories(self.directory.path / "trajectories", step, outcomes, advantages)
         update_metrics, bad = self._update(step, experience, timer)
         metrics |= update_metrics
         with timer.phase("update_weights"):
@@ -363,6 +386,15 @@ class Trainer:
         if start and all(line["step"] != start for line in self.directory.metrics()):
             self.directory.append_metrics({"step": start, **host["metrics"]})
         return start
+
+
+def _advantages_by_uid(experience: Experience) -> dict[str, list[np.ndarray]]:
+    """Of every segment's tokens, [T] each."""
+    found: dict[str, list[np.ndarray]] = {}
+    for sample, origin in zip(experience.samples, experience.origins, strict=True):
+        uid = experience.episodes[origin.trajectory].uid
+        found.setdefault(uid, []).append(sample.fields["advantages"])
+    return found
 
 
 def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
