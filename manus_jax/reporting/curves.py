@@ -182,10 +182,11 @@ def charts(series: Series) -> list[dict[str, Any]]:
         lines: dict[str, str] = {}
         for pattern, label in chart.lines:
             for name in series:
-                if name not in lines and (match := re.fullmatch(pattern, name)):
+                match = re.fullmatch(pattern, name)
+                if match and not any(series[name] == series[other] for other in lines):
                     lines[name] = match.expand(label)
-        # A yardstick alone is a level with nothing to compare.
-        if any(not _is_yardstick(name) for name in lines):
+        # A yardstick alone is a level with nothing to compare; so is the only environment.
+        if sum(not _is_yardstick(name) for name in lines) > (chart.section == "Environments"):
             drawn = [
                 {"metric": name, "label": label, "level": _is_yardstick(name)}
                 for name, label in lines.items()
@@ -209,7 +210,7 @@ def phases(metrics: Metrics) -> dict[str, Any]:
     timed = [line for line in metrics if "timing_s/step" in line]
     names = list(dict.fromkeys(name for line in timed for name in line if _is_phase(name)))
     size = max(1, -(-len(timed) // MAX_BARS))
-    bars = []
+    bars: list[dict[str, Any]] = []
     for start in range(0, len(timed), size):
         chunk = timed[start : start + size]
         seconds = [sum(line.get(name, 0.0) for line in chunk) / len(chunk) for name in names]

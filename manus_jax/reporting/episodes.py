@@ -53,7 +53,8 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 
 def _files(folder: Path) -> tuple[list[tuple[int, Path]], list[tuple[int, Path]]]:
     """(step, path) of training's files and of validation's, in order."""
-    training, validation = [], []
+    training: list[tuple[int, Path]] = []
+    validation: list[tuple[int, Path]] = []
     for path in folder.glob("*.jsonl"):
         if match := re.fullmatch(r"(val_)?(\d+)", path.stem):
             (validation if match[1] else training).append((int(match[2]), path))

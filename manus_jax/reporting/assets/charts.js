@@ -11,9 +11,9 @@ function points(metric) {
 function ticks(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
+  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
   const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step + 0);
   return found;
 }
 
@@ -46,7 +46,7 @@ function bounds(lines, range) {
     high = Math.max(high, value);
   }
   if (range) [low, high] = [Math.min(range[0], low), Math.max(range[1], high)];
-  else if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+  else if (low === high) [low, high] = [Math.min(0, 2 * low), Math.max(0, 2 * high) || (low < 0 ? 0 : 1)];
   else [low, high] = [low - (high - low) * 0.04, high + (high - low) * 0.04];
   const first = Math.min(...steps), last = Math.max(...steps);
   return { low, high, first: first === last ? first - 1 : first, last: first === last ? last + 1 : last };
@@ -92,6 +92,18 @@ function frameOf(width, height, box, formatY, formatX = whole) {
   return { x, y, stepAt, parts, left: margin.left, right, top: margin.top, bottom };
 }
 
+// The height is fixed before anything is drawn, so that drawing changes no size and calls no redraw.
+function drawAtWidth(card, drawing, height, draw) {
+  drawing.setAttribute("height", height);
+  let width = 0;
+  new ResizeObserver(() => {
+    if (drawing.clientWidth === width) return;
+    width = drawing.clientWidth;
+    requestAnimationFrame(draw);
+  }).observe(card);
+  redraws.push(draw);
+}
+
 // chart: {title, lines: [{metric, label, level}], range}
 function chartCard(chart, height) {
   const lines = chart.lines.map((line, index) => ({ ...line, ...points(line.metric), index, shown: true }));
@@ -116,7 +128,6 @@ function chartCard(chart, height) {
     if (!width || !visible.some((line) => !line.level)) { drawing.replaceChildren(); frame = null; return; }
     frame = frameOf(width, height, bounds(visible, chart.range), chart.range ? percentTick : number);
     drawing.setAttribute("viewBox", "0 0 " + width + " " + height);
-    drawing.setAttribute("height", height);
     drawing.replaceChildren(...frame.parts,
       ...visible.slice().reverse().flatMap((line) => drawLine(line, frame)), cross);
   }
@@ -142,8 +153,7 @@ function chartCard(chart, height) {
   }
   drawing.addEventListener("pointermove", readOut);
   drawing.addEventListener("pointerleave", () => { cross.replaceChildren(); hideTip(); });
-  new ResizeObserver(draw).observe(card);
-  redraws.push(draw);
+  drawAtWidth(card, drawing, height, draw);
   return card;
 }
 const percentTick = (value) => Math.round(value * 100) + "%";

@@ -39,6 +39,7 @@ function number(x) {
   return text.replace(/-/g, MINUS);
 }
 const whole = (x) => Math.round(x).toLocaleString("en-US");
+const counted = (count, noun) => whole(count) + " " + noun + (count === 1 ? "" : "s");
 const percent = (x) => (x === null || x === undefined ? DASH : (100 * x).toFixed(1) + "%");
 
 function duration(seconds) {

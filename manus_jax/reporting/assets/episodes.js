@@ -43,7 +43,7 @@ function episodesSection() {
     const found = matching();
     list.replaceChildren(...found.map((episode, i) => {
       const outcome = outcomeOf(episode);
-      const detail = episode.failed ? episode.failed.kind : episode.turns.length + " turns" + DOT + "reward " + number(episode.reward);
+      const detail = episode.failed ? episode.failed.kind : counted(episode.turns.length, "turn") + DOT + "reward " + number(episode.reward);
       return el("button", { type: "button", "aria-current": String(i === browser.episode), onclick: () => {
         browser.episode = i;
         [...list.children].forEach((b, j) => b.setAttribute("aria-current", String(j === i)));
@@ -85,7 +85,7 @@ function titleOf(episode, text) {
 }
 
 function failedView(episode) {
-  return [titleOf(episode, episode.failed.kind + DOT + episode.attempts + " attempts" + DOT + "not trained on"),
+  return [titleOf(episode, episode.failed.kind + DOT + counted(episode.attempts, "attempt") + DOT + "not trained on"),
     el("pre", { class: "text" }, episode.failed.error)];
 }
 
@@ -105,10 +105,10 @@ function episodeView(episode) {
 function turnView(turn, index, span) {
   const reward = turn.reward ? el("span", { class: turn.reward > 0 ? "up" : "down" }, "reward " + number(turn.reward)) : "reward 0";
   const action = turn.action === null ? el("span", { class: "down" }, "no valid action") : el("code", {}, turn.action);
-  const spoken = turn.tokens ? turn.tokens.length + turn.more_tokens + " tokens" : null;
+  const spoken = turn.tokens ? counted(turn.tokens.length + turn.more_tokens, "token") : null;
   const bar = el("div", { class: "bar" }, el("b", {}, "Turn " + (index + 1)), action, reward, spoken,
     turn.cut ? el("span", { class: "down" }, "cut at the limit") : null,
-    el("span", {}, number(turn.seconds[0]) + " s + " + number(turn.seconds[1]) + " s"));
+    el("span", { title: "generation, environment" }, number(turn.seconds[0]) + " s, env " + number(turn.seconds[1]) + " s"));
   const said = el("div", { class: "text said" }, ...(turn.tokens ? tokensOf(turn, span) : [turn.text]));
   return el("div", { class: "turn" }, bar, said, el("pre", { class: "text seen" }, turn.observation));
 }

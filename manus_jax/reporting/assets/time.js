@@ -38,10 +38,8 @@ function timeCard(phases) {
       svg("rect", { x: frame.x(i) - wide / 2, y: frame.top, width: wide, height: frame.bottom - frame.top, fill: "transparent" }), ...parts);
     });
     drawing.setAttribute("viewBox", "0 0 " + width + " " + height);
-    drawing.setAttribute("height", height);
     drawing.replaceChildren(...frame.parts, ...bars);
   }
-  new ResizeObserver(draw).observe(card);
-  redraws.push(draw);
+  drawAtWidth(card, drawing, height, draw);
   return card;
 }
