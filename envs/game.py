@@ -103,6 +103,15 @@ class SessionRoute:
 
 
 @dataclass(frozen=True)
+class StepRoute:
+    """An extra POST route that plays the action which `read` finds in the text it is sent."""
+
+    path: str
+    read: Callable[[str], str]
+    answer: Answer
+
+
+@dataclass(frozen=True)
 class StaticRoute:
     """An extra GET route that belongs to no session."""
 
@@ -184,7 +193,7 @@ class EnvironmentSpec:
     observation_answer: Answer = observation_text
     detail_answer: Answer | None = None
     """None: the environment has no /detail."""
-    routes: tuple[SessionRoute | StaticRoute, ...] = ()
+    routes: tuple[SessionRoute | StepRoute | StaticRoute, ...] = ()
     max_sessions: int = 4096
     """How many live sessions a server of this environment allows unless told otherwise."""
     max_action: int = 16_384

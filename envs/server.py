@@ -30,6 +30,7 @@ from envs.game import (
     SessionRoute,
     StaticRoute,
     Step,
+    StepRoute,
 )
 from envs.sessions import SessionTable
 
@@ -73,19 +74,20 @@ def build_app(
     add("GET", f"{spec.prefix}/list_envs", list_envs)
     add("POST", f"{spec.prefix}/create", service.create)
     add("POST", f"{spec.prefix}/reset", service.reset)
-    add("POST", f"{spec.prefix}/step", service.step)
+    add("POST", f"{spec.prefix}/step", service.stepping(spec.step_answer))
     add("POST", f"{spec.prefix}/close", service.close)
     add("GET", f"{spec.prefix}/observation", service.answering("GET", spec.observation_answer))
     if spec.detail_answer is not None:
         add("GET", f"{spec.prefix}/detail", service.answering("GET", spec.detail_answer))
     for route in spec.routes:
-        handler = (
-            service.answering(route.method, route.answer)
-            if isinstance(route, SessionRoute)
-            else _static(route)
-        )
-        method = route.method if isinstance(route, SessionRoute) else "GET"
-        add(method, spec.prefix + route.path, handler)
+        path = spec.prefix + route.path
+        match route:
+            case SessionRoute():
+                add(route.method, path, service.answering(route.method, route.answer))
+            case StepRoute():
+                add("POST", path, service.stepping(route.answer, route.read))
+            case StaticRoute():
+                add("GET", path, _static(route))
     return app
 
 
@@ -139,15 +141,18 @@ class _Service:
             await self._start(session, item)
             return self.spec.reset_answer(session)
 
-    async def step(self, request: Request) -> Any:
-        body: Any = await _read_body(request, self._step_body)
-        action = clean_action(body.action, self.spec.max_action)
-        async with self._session(getattr(body, self.spec.family)) as session:
-            if session.current.done:
-                raise _finished(session)
-            session.last = await self._run(session.game.step, action)
-            session.total_reward += session.last.reward
-            return self.spec.step_answer(session)
+    def stepping(self, answer: Answer, read: Callable[[str], str] = str) -> Handler:
+        """The handler of a route that plays the action which `read` finds in the text sent."""
+
+        async def handler(request: Request) -> Any:
+            body: Any = await _read_body(request, self._step_body)
+            action = clean_action(read(body.action), self.spec.max_action)
+            async with self._session(getattr(body, self.spec.family)) as session:
+                if session.current.done:
+                    raise _finished(session)
+                return await self._run(_play, session, action, answer)
+
+        return handler
 
     async def close(self, request: Request) -> bool:
         body = await _read_body(request, self._close_body)
@@ -224,6 +229,12 @@ class _Service:
 def clean_action(action: str, limit: int) -> str:
     """At most `limit` characters, and U+FFFD for what is no text, which no game understands."""
     return _UNPRINTABLE.sub("\ufffd", action[:limit])
+
+
+def _play(session: Session, action: str, answer: Answer) -> Any:
+    session.last = session.game.step(action)
+    session.total_reward += session.last.reward
+    return answer(session)
 
 
 def _finished(session: Session) -> GameError:

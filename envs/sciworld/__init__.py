@@ -2,7 +2,15 @@
 
 from typing import Any, cast
 
-from envs.game import EnvironmentSpec, GameError, Move, Policy, Session, SessionRoute
+from envs.game import (
+    EnvironmentSpec,
+    GameError,
+    Move,
+    Policy,
+    Session,
+    SessionRoute,
+    StepRoute,
+)
 from envs.sciworld.game import SciWorld
 from envs.sciworld.simulators import POOL, limit, missing
 from envs.sciworld.tasks import items, pair
@@ -82,9 +90,47 @@ def _state(session: Session) -> dict[str, Any]:
             "observation": simulator.look(),
             "inventory": simulator.inventory(),
             "task_description": simulator.get_task_description(),
-            "moves": simulator.get_num_moves(),
+            "goal_progress": simulator.get_goal_progress(),
+            "possible_actions": simulator.get_possible_actions()[:10],
+            "possible_objects": simulator.get_possible_objects()[:10],
+            "current_moves": simulator.get_num_moves(),
+            "environment_info": _started(session),
         }
     )
+
+
+def _action_in(text: str) -> str:
+    """The action in the agent's text: what comes after "Action:", or the whole of it."""
+    parts = text.removesuffix("</s>").split("Action:")
+    return parts[1].strip() if len(parts) > 1 else parts[0]
+
+
+def _watched(session: Session) -> dict[str, Any]:
+    """The outcome of a step with all that a viewer shows besides; it costs many times the step."""
+    step, game = session.current, _game(session)
+
+    def look(simulator: Any) -> dict[str, Any]:
+        seen = {
+            "moves": simulator.get_num_moves(),
+            "score": _score(session),
+            "reward": step.reward,
+            "look": simulator.look(),
+            "inv": simulator.inventory(),
+            "taskDesc": simulator.taskdescription(),
+            "valid": list(simulator.get_valid_action_object_combinations()),
+            "variationIdx": game.variation,
+            "taskName": game.task.name,
+            "simplificationStr": simulator.simplificationStr,
+        }
+        return {
+            **_stepped(session),
+            "info": seen,
+            "object_tree": simulator.getObjectTree(),
+            "inventory": seen["inv"],
+            "moves": seen["moves"],
+        }
+
+    return game.query(look)
 
 
 def _task_description(session: Session) -> dict[str, str]:
@@ -111,6 +157,7 @@ SPEC = EnvironmentSpec(
         SessionRoute("/task_description", _task_description),
         SessionRoute("/object_tree", _object_tree),
         SessionRoute("/state", _state),
+        StepRoute("/step_visual", _action_in, _watched),
     ),
     max_sessions=limit(),
     requirements=missing,

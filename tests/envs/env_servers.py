@@ -1,8 +1,12 @@
 """Real servers for the environment tests, and a small client that looks at nothing but HTTP."""
 
+import contextlib
 import http.client
 import json
+import os
+import socket
 import threading
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -40,6 +44,30 @@ class Client:
         status, answer = self.post(path, body)
         assert status == 200, (path, status, answer)
         return answer
+
+
+def seen(answer: Any) -> str:
+    """The observation in whatever shape an environment answers a reset, a step or a look."""
+    if isinstance(answer, dict):
+        return answer["observation"] if "observation" in answer else answer["state"]
+    return answer[0] if isinstance(answer, list) else answer
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """The IP addresses on which a process listens, from /proc."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(link))
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:  # 0A: LISTEN
+                words = bytes.fromhex(fields[1].partition(":")[0])
+                packed = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+                found.add(socket.inet_ntop(family, packed))
+    return found
 
 
 class AppServer:

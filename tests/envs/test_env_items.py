@@ -9,8 +9,7 @@ from manus_jax.settings import EnvSettings
 
 
 def test_the_files_hold_the_splits_and_begin_with_the_panel(tmp_path):
-    for split in ("train", "test"):
-        items.main(["maze", "--split", split, "--out", str(tmp_path / f"{split}.json")])
+    items.main(["maze", "--out", str(tmp_path)])
     train, test = (read_tasks(tmp_path / f"{split}.json") for split in ("train", "test"))
     spec = registry.load("maze")
     assert sorted(task.item for task in train) == sorted(spec.items("train"))
@@ -23,6 +22,6 @@ def test_the_files_hold_the_splits_and_begin_with_the_panel(tmp_path):
 @pytest.mark.parametrize("name", ["chess", "no_such_module:SPEC"])
 def test_an_unknown_environment_is_one_line_and_exit_code_2(tmp_path, capsys, name):
     with pytest.raises(SystemExit) as leaving:
-        items.main([name, "--split", "test", "--out", str(tmp_path / "x.json")])
+        items.main([name, "--out", str(tmp_path / "x")])
     assert leaving.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from env_servers import Client
+from env_servers import Client, listening_addresses
 
 from envs import registry
 from envs.serve import main, process_lives
@@ -86,6 +86,15 @@ def test_it_announces_its_url_keeps_its_bound_and_ends_cleanly_at_sigterm() -> N
     assert "--max_sessions" in client.ok("/create")["error"]
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_it_listens_on_loopback_alone_unless_it_is_told_otherwise(host: str) -> None:
+    told = [] if host == "127.0.0.1" else ["--host", host]
+    process, _ = start("maze", "--port", "0", *told)
+    assert listening_addresses(process.pid) == {host}
+    process.terminate()
+    process.wait(timeout=30)
 
 
 def test_it_leaves_when_the_process_that_started_it_is_killed() -> None:

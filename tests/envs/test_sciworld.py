@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from env_servers import Client
+from env_servers import AppServer, Client, listening_addresses
 from oracle_episodes import oracle_episode
 
 from envs.game import GameError
@@ -16,6 +16,7 @@ from envs.sciworld import SPEC
 from envs.sciworld.game import SciWorld
 from envs.sciworld.simulators import SETTING, SimulatorPool, launch, limit, missing
 from envs.sciworld.tasks import ITEMS, TASKS, pair
+from envs.server import build_app
 
 TRANSCRIPT = Path(__file__).parents[1] / "agentgym" / "transcripts" / "sciworld.jsonl"
 needs_java = [
@@ -174,6 +175,38 @@ class TestWithJava:
         assert session.reset(0) == first
         session._simulator.close()
 
+    def test_a_simulator_is_spoken_to_over_loopback_alone(self, game: SciWorld) -> None:
+        java = game._simulator._gateway.java_process.pid
+        for process in (java, os.getpid()):
+            assert listening_addresses(process) in ({"127.0.0.1"}, {"::ffff:127.0.0.1"})
+
+    def test_a_visual_step_reads_the_agents_text_and_tells_all_that_a_viewer_shows(
+        self, serve_app: AppServer
+    ) -> None:
+        client = Client(serve_app(build_app(SPEC)))
+        own = client.ok("/create")
+
+        def stepped(text: str) -> Any:
+            return client.ok("/step_visual", {**own, "action": text})
+
+        assert "error" in stepped("look around")  # nothing has been reset yet
+        client.ok("/reset", {**own, "data_idx": 0})
+        answer = stepped("Thought:\nIt is next door.\n\nAction:\nopen door to kitchen</s>")
+        outcome = {"observation": "The door is now open.", "reward": 0, "score": 0, "done": False}
+        assert {key: answer.pop(key) for key in outcome} == outcome
+        assert set(answer) == {"info", "object_tree", "inventory", "moves"}
+        info = answer["info"]
+        assert (info["taskName"], info["variationIdx"], info["moves"]) == ("boil", 0, 1)
+        assert "door to the kitchen (that is open)" in info["look"]
+        assert "go to kitchen" in info["valid"] or "go kitchen" in info["valid"]
+        assert answer["inventory"] == info["inv"] and answer["moves"] == info["moves"]
+        assert "kitchen" in stepped("go to kitchen")["info"]["look"]
+        lost = stepped("Action: focus on stove")
+        assert lost["done"] and lost["score"] < 0
+        assert stepped("look around") == {"error": "The task with environment 0 has finished."}
+        assert client.post("/step_visual", own)[0] == 422
+        assert client.ok("/close", own) is True
+
     def test_the_server_answers_the_recorded_exchange(
         self, served: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -208,7 +241,16 @@ class TestWithJava:
             "deleted",
         }
         assert "open art studio door" in client.get(f"/valid_actions?id={session}")[1]
-        assert "inventory" in client.get(f"/state?id={session}")[1]
+        assert set(client.get(f"/state?id={session}")[1]) == {
+            "observation",
+            "inventory",
+            "task_description",
+            "goal_progress",
+            "possible_actions",
+            "possible_objects",
+            "current_moves",
+            "environment_info",
+        }
         assert set(client.get(f"/object_tree?id={session}")[1]) == {"object_tree"}
         assert "error" in client.ok("/create")  # the only simulator is in use
         assert client.ok("/close", {"id": session}) is True
