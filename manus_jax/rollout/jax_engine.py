@@ -37,7 +37,7 @@ from manus_jax.rollout.cached_decoder import (
 )
 from manus_jax.rollout.engine import EngineError, FinishReason, Generation, Request
 from manus_jax.rollout.sampling import problem_with
-from manus_jax.rollout.slots import Slot, SlotTable, cut_pieces, density
+from manus_jax.rollout.slots import Slot, SlotTable, cut_pieces
 
 Decode = Callable[[list[int]], str]
 StaleKV = Literal["recompute", "keep"]
@@ -89,8 +89,8 @@ class JaxEngine:
       mesh: where to run; by default the first device.
       queue_size: requests that may wait for a slot; one more is an `EngineError`.
       max_steps: tokens per stream and dispatch. More save overhead, fewer let requests in sooner.
-      prefill_rows, prefill_chunk: a dispatch fills at most `rows * chunk` prompt tokens, or a
-        quarter of that in more and smaller pieces when there is less to fill.
+      prefill_rows, prefill_chunk: a dispatch fills at most `rows * chunk` prompt tokens. There is
+        one shape: another would sum in another order, and bits would depend on the timing.
       stale_kv: what new weights mean for a generation in flight. "recompute" fills its stream
         again, so that every log-prob is exactly that of its token's version. "keep" goes on at
         once: later tokens attend to keys and values of older weights, so their log-probs are
@@ -125,10 +125,7 @@ class JaxEngine:
         self._decode_text = decode
         self._queue_size = queue_size
         self._max_steps = max_steps
-        self._prefill_shapes = (
-            (prefill_rows, prefill_chunk),
-            (prefill_rows * 2, max(1, prefill_chunk // 8)),
-        )
+        self._prefill_shape = (prefill_rows, prefill_chunk)
         self._stale_kv: StaleKV = stale_kv
         self._compile_ahead = compile_ahead
         self._lane_sizes = lane_sizes(slots)
@@ -247,10 +244,8 @@ class JaxEngine:
     def _compile_all(self) -> None:
         """Runs every program there is on nothing; no request compiles anything after it."""
         place = self._decoder.place
-        for shape in self._prefill_shapes:
-            self._cache = self._decoder.fill(
-                self._weights, self._cache, place(empty_chunks(*shape))
-            )
+        chunks = place(empty_chunks(*self._prefill_shape))
+        self._cache = self._decoder.fill(self._weights, self._cache, chunks)
         for width in self._lane_sizes:
             lanes, steps = place((empty_lanes(width, self._decoder.slots), np.int32(0)))
             self._cache, _ = self._decoder.decode(self._weights, self._cache, lanes, steps)
@@ -337,10 +332,9 @@ class JaxEngine:
         slot.filled = held
 
     def _fill_pieces(self, slots: Sequence[Slot]) -> int:
-        """One dispatch, of the shape that wastes less; returns how many tokens it filled."""
-        cuts = {shape: cut_pieces(slots, *shape) for shape in self._prefill_shapes}
-        shape = max(cuts, key=lambda shape: density(cuts[shape], *shape))
-        pieces, chunks = cuts[shape], empty_chunks(*shape)
+        """One dispatch; returns how many tokens it filled."""
+        pieces = cut_pieces(slots, *self._prefill_shape)
+        chunks = empty_chunks(*self._prefill_shape)
         for row, (slot, start, stop) in enumerate(pieces):
             chunks.rows[row] = slot.index
             chunks.tokens[row, : stop - start] = slot.ids[start:stop]

@@ -163,8 +163,3 @@ def cut_pieces(slots: Sequence[Slot], rows: int, chunk: int) -> list[Piece]:
         for start in range(slot.filled, len(slot.ids) - 1, chunk)
     )
     return list(itertools.islice(pieces, rows))
-
-
-def density(pieces: Sequence[Piece], rows: int, chunk: int) -> float:
-    """Ids filled for the work of a dispatch, of which every row has some that is not its ids."""
-    return sum(stop - start for _, start, stop in pieces) / (rows * (chunk + 8))

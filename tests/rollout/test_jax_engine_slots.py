@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manus_jax.rollout.slots import SlotTable, common_prefix, cut_pieces, density
+from manus_jax.rollout.slots import SlotTable, common_prefix, cut_pieces
 
 IDS = st.lists(st.integers(0, 2), max_size=12)
 
@@ -111,4 +111,3 @@ def test_pieces_cover_what_is_missing_in_order(lengths, rows, chunk):
     assert places == wanted[: len(places)]
     assert len(pieces) == rows or places == wanted
     assert all(stop - start <= chunk for _, start, stop in pieces)
-    assert 0 <= density(pieces, rows, chunk) < 1
