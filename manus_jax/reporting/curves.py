@@ -92,9 +92,9 @@ CHARTS = (
         "Update",
         "Mismatch of sampler and learner",
         (
-            (r"mismatch/(log_prob_diff_mean)", "log-prob difference, mean"),
-            (r"mismatch/(log_prob_diff_max)", "log-prob difference, highest"),
-            (r"mismatch/kl(_\w+)?", r"KL\1"),
+            (r"mismatch/log_prob_diff_mean", "log-prob difference, mean"),
+            (r"mismatch/log_prob_diff_max", "log-prob difference, highest"),
+            (r"mismatch/kl_?(\w*)", r"KL \1"),
         ),
     ),
     Chart(

@@ -33,7 +33,7 @@ function number(x) {
   const size = Math.abs(x);
   let text;
   if (x === 0) text = "0";
-  else if (size >= 1e6 || size < 1e-3) text = x.toExponential(2);
+  else if (size >= 1e6 || size < 1e-3) text = x.toExponential(2).replace(/\.?0+e/, "e");
   else if (size >= 1000) text = Math.round(x).toLocaleString("en-US");
   else text = String(Number(x.toPrecision(3)));
   return text.replace(/-/g, MINUS);

@@ -103,9 +103,9 @@ function episodeView(episode) {
 }
 
 function turnView(turn, index, span) {
-  const reward = turn.reward ? el("span", { class: turn.reward > 0 ? "up" : "down" }, "reward " + number(turn.reward)) : "reward 0";
+  const reward = turn.reward ? el("span", { class: turn.reward > 0 ? "up" : "down" }, "reward " + number(turn.reward)) : el("span", {}, "reward 0");
   const action = turn.action === null ? el("span", { class: "down" }, "no valid action") : el("code", {}, turn.action);
-  const spoken = turn.tokens ? counted(turn.tokens.length + turn.more_tokens, "token") : null;
+  const spoken = turn.tokens ? el("span", {}, counted(turn.tokens.length + turn.more_tokens, "token")) : null;
   const bar = el("div", { class: "bar" }, el("b", {}, "Turn " + (index + 1)), action, reward, spoken,
     turn.cut ? el("span", { class: "down" }, "cut at the limit") : null,
     el("span", { title: "generation, environment" }, number(turn.seconds[0]) + " s, env " + number(turn.seconds[1]) + " s"));
