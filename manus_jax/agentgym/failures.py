@@ -31,8 +31,9 @@ class FailureKind(enum.StrEnum):
 
     @property
     def refusal(self) -> bool:
-        """The server is there and said no, as it does to a mistake of the caller's."""
-        return self in (FailureKind.STATUS, FailureKind.ERROR_ANSWER, FailureKind.BACKEND)
+        """The server is there and gave no session, or no episode, of its own."""
+        said_no = (FailureKind.STATUS, FailureKind.ERROR_ANSWER, FailureKind.BACKEND)
+        return self in (*said_no, FailureKind.DUPLICATE_ID)
 
     @property
     def retryable(self) -> bool:

@@ -26,9 +26,6 @@ class Clock:
     def now(self) -> float:
         return time.monotonic()
 
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
     def wait(self, condition: threading.Condition, seconds: float) -> None:
         """Waits on a condition whose lock is held, at most so long."""
         condition.wait(seconds)
@@ -97,7 +94,7 @@ class LeaseGroup:
                     self._check(state.url)
                 session = session or self._created(state.url)
             except EnvironmentFailure as failure:
-                refused = _refuses(failure)
+                refused = failure.kind.refusal
                 if self._give_back(state.url, state.suspect, session, refused=refused):
                     self.count(f"refusals/{failure.kind}")
                 else:
@@ -130,14 +127,6 @@ class LeaseGroup:
             self._give_back(url, held.trial, kept=session)
         else:
             self._give_back(url, held.trial, freed=identifier)
-
-    def check(self, url: str) -> EnvironmentFailure | None:
-        try:
-            self._check(url)
-        except EnvironmentFailure as failure:
-            self._note_failure(url, failure)
-            return failure
-        return None
 
     def urls(self) -> tuple[str, ...]:
         with self._changed:
@@ -344,12 +333,6 @@ class LeaseGroup:
         self._counts[f"failures/{FailureKind.NO_SERVER}"] += 1
         where = ", ".join(self._states) or "no server"
         return EnvironmentFailure(FailureKind.NO_SERVER, self._row.name, where, "lease", detail)
-
-
-def _refuses(failure: EnvironmentFailure) -> bool:
-    """The server is there, but gave no session of its own."""
-    refusals = (FailureKind.STATUS, FailureKind.ERROR_ANSWER, FailureKind.DUPLICATE_ID)
-    return failure.kind in refusals
 
 
 def _described(state: ServerState, now: float) -> str:

@@ -1,21 +1,17 @@
 """The pool of environment servers: exclusive sessions, shared out over the healthy servers.
 
-The one idea: an episode asks for a session and plays; which server it is on, whether that server
-was down a minute ago and whether this is the second attempt is the pool's affair. Each environment
-is a `LeaseGroup` of its own, so one that hangs delays nobody else.
+The one idea: an episode asks for a session and plays; which server it is on and whether that server
+was down a minute ago is the pool's affair. Each environment is a `LeaseGroup` of its own, so one
+that hangs delays nobody else.
 """
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 from manus_jax.agentgym.client import Session
-from manus_jax.agentgym.failures import EnvironmentFailure
 from manus_jax.agentgym.leases import Clock, LeaseGroup, PoolSettings
 from manus_jax.agentgym.table import environment
-
-Result = TypeVar("Result")
 
 
 class EnvironmentPool:
@@ -36,12 +32,9 @@ class EnvironmentPool:
         on_broken: Callable[[str, str], None] | None = None,
     ) -> None:
         self.settings = settings or PoolSettings()
-        self._clock = clock or Clock()
-        self._chance = chance
+        clock = clock or Clock()
         self._groups = {
-            name: LeaseGroup(
-                environment(name), urls, self.settings, self._clock, self._chance, on_broken
-            )
+            name: LeaseGroup(environment(name), urls, self.settings, clock, chance, on_broken)
             for name, urls in servers.items()
         }
 
@@ -65,33 +58,6 @@ class EnvironmentPool:
         finally:
             group.release(held, clean)
 
-    def play(self, env: str, episode: Callable[[Session], Result]) -> Result:
-        """Plays an episode, again from the start on a fresh session if infrastructure fails.
-
-        Raises the last EnvironmentFailure when the attempts are used up: the caller drops the
-        episode and counts it.
-        """
-        group = self._group(env)
-        attempt = 1
-        while True:
-            try:
-                with self.lease(env) as session:
-                    return episode(session)
-            except EnvironmentFailure as failure:
-                if not failure.retryable or attempt >= self.settings.attempts:
-                    raise
-                group.count("retries")
-                self._clock.sleep(self.settings.retry.seconds(attempt, self._chance()))
-                attempt += 1
-
-    def check(self) -> dict[str, EnvironmentFailure | None]:
-        """Asks every server whether it is up: the failure, or None, by "environment url"."""
-        return {
-            f"{name} {url}": group.check(url)
-            for name, group in self._groups.items()
-            for url in group.urls()
-        }
-
     def put_server(self, env: str, url: str, instead_of: str | None = None) -> None:
         """A server came up, perhaps in place of another, whose sessions are then forgotten."""
         self._group(env).put(url, instead_of)
@@ -101,7 +67,7 @@ class EnvironmentPool:
         self._group(env).drop(url, reason)
 
     def counters(self) -> dict[str, int]:
-        """Counts since the start: ENV/leases, ENV/retries, ENV/failures/KIND and so on."""
+        """Counts since the start: ENV/leases, ENV/refusals/KIND, ENV/failures/KIND and so on."""
         return {
             f"{name}/{key}": value
             for name, group in self._groups.items()

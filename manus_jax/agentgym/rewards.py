@@ -17,7 +17,6 @@ class Meaning(enum.Enum):
     FINAL = "final"  # a verdict: counts at the step that ends the episode, is 0 until then
     CUMULATIVE = "cumulative"  # the episode's reward so far; it may fall
     BEST = "best"  # the best progress so far; it never falls
-    DELTA = "delta"  # this step's own share
 
 
 def full_marks(total: float) -> bool:
@@ -64,8 +63,6 @@ class RewardRule:
                 return value
             case Meaning.BEST:
                 return max(total, value)
-            case Meaning.DELTA:
-                return total + value
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """One setting decides where an environment is played: on servers of our own or on given ones.
 
     with open_environments({"textcraft": "embedded", "webshop": ["http://node7:36001"]}) as pool:
-        reward = pool.play("textcraft", episode)
+        with pool.lease("textcraft") as session:
+            view = session.reset(0)
 
 The one idea: every mistake in the setting (a name, a server that is not there or not the right
 one) is found and reported together before the first process starts.

@@ -5,6 +5,7 @@ import importlib.util
 import math
 
 import pytest
+from retried import played
 
 from envs.registry import ENVIRONMENTS as EMBEDDED
 from envs.registry import load
@@ -48,7 +49,7 @@ def test_the_oracle_wins_over_http(name: str) -> None:
 
     with open_environments({name: "embedded"}) as pool:
         for item in (spec.items("train")[0], spec.items("train")[3]):
-            reward, success, total = pool.play(name, functools.partial(episode, item))
+            reward, success, total = played(pool, name, functools.partial(episode, item))
             assert success
             assert 0 < reward <= 1
             assert total == pytest.approx(reward)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from retried import played
 from scripted_servers import Hang, HangUp, Reply, TextcraftStub, recorded, serving
 
 from manus_jax.agentgym.client import Session, Timeouts
@@ -18,18 +19,13 @@ from manus_jax.agentgym.pool import EnvironmentPool
 
 
 class JumpingClock(Clock):
-    """Time passes only when somebody sleeps or waits, and then at once."""
+    """Time passes only when somebody waits, and then at once."""
 
     def __init__(self) -> None:
         self.time = 0.0
-        self.slept: list[float] = []
 
     def now(self) -> float:
         return self.time
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.time += seconds
 
     def wait(self, condition: threading.Condition, seconds: float) -> None:
         self.time += seconds
@@ -168,7 +164,7 @@ def test_a_server_that_refuses_a_third_session_is_full_and_not_failing(
     second.__enter__()
     stub.faults["create"] = Reply('{"error": "The server already has 2 live sessions."}')
     rewards = []
-    thread = threading.Thread(target=lambda: rewards.append(pool.play("textcraft", winning)))
+    thread = threading.Thread(target=lambda: rewards.append(played(pool, "textcraft", winning)))
     thread.start()
     while "textcraft/refusals/error_answer" not in pool.counters():
         time.sleep(0.001)
@@ -268,50 +264,7 @@ def test_a_failed_session_is_never_used_again() -> None:
     with serving(maze) as url:
         clock = JumpingClock()
         pool = EnvironmentPool({"maze": [url]}, clock=clock, chance=lambda: 0.0)
-        assert pool.play("maze", lambda session: (session.reset(0), session.id)) == ("walls", 1)
-
-
-def test_play_retries_on_a_fresh_session_and_waits_in_between(
-    stub: TextcraftStub, url: str
-) -> None:
-    clock = JumpingClock()
-    pool = pool_of([url], clock, attempts=3, retry=BackOff(1.0, 3.0, 60.0, 0.5))
-    seen = []
-
-    def episode(session: Session) -> str:
-        seen.append(session.id)
-        view = session.reset(9)
-        if len(seen) < 3:
-            stub.faults["step"] = Reply("oops", 500)
-        else:
-            stub.faults.clear()
-        session.step("look")
-        return view
-
-    assert pool.play("textcraft", episode) == "task 9"
-    assert seen == [0, 1, 2]
-    assert clock.slept == [1.0, 3.0]
-    counters = pool.counters()
-    assert counters["textcraft/retries"] == 2
-    assert counters["textcraft/failures/status"] == 2
-    assert stub.live == set()
-
-
-def test_play_gives_up_after_its_attempts_with_the_failure(stub: TextcraftStub, url: str) -> None:
-    stub.faults["step"] = Reply('{"error": "no"}')
-    pool = pool_of([url], attempts=2)
-    with pytest.raises(EnvironmentFailure) as caught:
-        pool.play("textcraft", winning)
-    assert caught.value.kind is FailureKind.ERROR_ANSWER
-    assert pool.counters()["textcraft/retries"] == 1
-
-
-def test_play_does_not_retry_an_unknown_item() -> None:
-    with serving(recorded("sqlgym")) as url:
-        pool = EnvironmentPool({"sqlgym": [url]}, clock=JumpingClock())
-        with pytest.raises(EnvironmentFailure, match="item 99999"):
-            pool.play("sqlgym", lambda session: session.reset(99999))
-        assert "sqlgym/retries" not in pool.counters()
+        assert played(pool, "maze", lambda session: (session.reset(0), session.id)) == ("walls", 1)
 
 
 def test_a_dead_server_is_put_aside_and_the_other_one_plays() -> None:
@@ -320,7 +273,7 @@ def test_a_dead_server_is_put_aside_and_the_other_one_plays() -> None:
         with serving(dead) as bad:
             pass
         pool = pool_of([bad, good])
-        assert [pool.play("textcraft", winning) for _ in range(10)] == [1.0] * 10
+        assert [played(pool, "textcraft", winning) for _ in range(10)] == [1.0] * 10
         # Asked once; while it is aside, nobody pays for it.
         assert pool.counters()["textcraft/failures/connection"] == 1
 
@@ -336,8 +289,8 @@ def test_a_server_that_dies_in_mid_episode_costs_a_retry_and_no_reward() -> None
             session.step("win")
             return session.root, session.episode_reward
 
-        assert pool.play("textcraft", episode) == (b, 1.0)
-        assert pool.counters()["textcraft/retries"] == 1
+        assert played(pool, "textcraft", episode) == (b, 1.0)
+        assert pool.counters()["textcraft/failures/connection"] == 1
 
 
 def test_a_server_that_comes_back_is_tried_with_one_session_and_then_used(
@@ -354,7 +307,7 @@ def test_a_server_that_comes_back_is_tried_with_one_session_and_then_used(
             stub.faults.clear()
 
     clock.wait = heal  # type: ignore[method-assign]
-    assert pool.play("textcraft", winning) == 1.0
+    assert played(pool, "textcraft", winning) == 1.0
     # Aside for 10 s, then for 20 s after the failed check; at 30 s it is back.
     assert clock.time == 30.0
     assert pool.counters()["textcraft/failures/connection"] == 2
@@ -415,7 +368,7 @@ def test_a_server_that_hangs_is_put_aside_after_its_timeout() -> None:
     wedged.faults["create"] = Hang
     with serving(wedged) as a, serving(alive) as b:
         pool = pool_of([a, b])
-        assert [pool.play("textcraft", winning) for _ in range(5)] == [1.0] * 5
+        assert [played(pool, "textcraft", winning) for _ in range(5)] == [1.0] * 5
         assert pool.counters()["textcraft/failures/timeout"] == 1
 
 
@@ -442,7 +395,7 @@ def test_a_replaced_server_takes_over(stub: TextcraftStub, url: str) -> None:
         pass
     pool = pool_of([dead])
     pool.put_server("textcraft", url, instead_of=dead)
-    assert pool.play("textcraft", winning) == 1.0
+    assert played(pool, "textcraft", winning) == 1.0
 
 
 def test_leases_after_the_last_server_is_dropped_say_why(url: str) -> None:
@@ -460,30 +413,19 @@ def test_a_session_that_cannot_be_closed_is_counted_and_nothing_more(
 ) -> None:
     pool = pool_of([url])
     stub.faults["close"] = Reply("no", 500)
-    assert pool.play("textcraft", winning) == 1.0
+    assert played(pool, "textcraft", winning) == 1.0
     assert pool.counters()["textcraft/failures/close"] == 1
-
-
-def test_the_pool_checks_its_servers(stub: TextcraftStub, url: str) -> None:
-    with serving(TextcraftStub()) as dead:
-        pass
-    pool = pool_of([url, dead])
-    report = pool.check()
-    assert report[f"textcraft {url}"] is None
-    failure = report[f"textcraft {dead}"]
-    assert failure is not None
-    assert failure.kind is FailureKind.CONNECTION
 
 
 def test_a_closed_pool_and_an_environment_that_is_not_open_are_refused(url: str) -> None:
     pool = pool_of([url])
     with pytest.raises(ValueError, match="'maze' is not open; open are: textcraft"):
-        pool.play("maze", winning)
+        played(pool, "maze", winning)
     with pytest.raises(ValueError, match="unknown environment 'mazes'"):
-        pool.play("mazes", winning)
+        played(pool, "mazes", winning)
     pool.close()
     with pytest.raises(EnvironmentFailure, match="the pool is closed"):
-        pool.play("textcraft", winning)
+        played(pool, "textcraft", winning)
 
 
 def test_thousands_of_leases_leave_nothing_behind(stub: TextcraftStub, url: str) -> None:

@@ -43,12 +43,6 @@ def test_best_so_far_never_falls_and_never_counts_twice() -> None:
     assert rewards_of(RewardRule(Meaning.BEST), steps) == ([0.25, 0.0, 0.25, 0.0], 0.5)
 
 
-def test_delta_adds_up() -> None:
-    steps = [(0.25, False), (-0.5, False), (1.0, True)]
-    rule = RewardRule(Meaning.DELTA, low=-1.0)
-    assert rewards_of(rule, steps) == ([0.25, -0.5, 1.0], 0.75)
-
-
 def test_a_turn_that_is_not_recorded_leaves_the_value_of_the_last_valid_step() -> None:
     episode = EpisodeReward(ENVIRONMENTS["sciworld"].reward)
     episode.record(40, False)
