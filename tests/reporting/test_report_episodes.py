@@ -88,7 +88,7 @@ def test_a_long_run_stays_within_its_characters(tmp_path: Path) -> None:
 
 def test_one_huge_episode_cannot_break_the_bound(tmp_path: Path) -> None:
     _, tokenizer = new_run(tmp_path)
-    huge = played(tokenizer, "maze_1#0", [("go", "x" * 1_000_000, 1.0)] * 200)
+    huge = played(tokenizer, "maze_1#0", [("go", "x" * 100_000, 1.0)] * 100)
     small = played(tokenizer, "maze_2#0", [("go", "y", 0.0)])
     write_trajectories(tmp_path / "trajectories", 1, [huge, small])
     data = browser_data(tmp_path, characters=100_000)
