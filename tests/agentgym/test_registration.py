@@ -67,13 +67,9 @@ def doubling(tmp_path, monkeypatch):
 
 def test_it_is_started_and_played_by_its_name(doubling):
     register_environment(ROW, PROMPT, "doubling_game:SPEC")
-    with open_environments({"doubling": "embedded"}) as pool:
-
-        def episode(session):
-            assert session.reset(21) == "What is twice 21?"
-            return session.step("42")
-
-        result = pool.play("doubling", episode)
+    with open_environments({"doubling": "embedded"}) as pool, pool.lease("doubling") as session:
+        assert session.reset(21) == "What is twice 21?"
+        result = session.step("42")
     assert (result.observation, result.reward, result.done) == ("Right.", 1.0, True)
 
 

@@ -1,0 +1,131 @@
+"""Every example of the guides runs: files are written, code and commands executed, in order.
+
+In a guide a fenced block is preceded by a comment: `file: NAME` writes it, `run` executes it. Shell
+commands that are not run (they would serve for ever, or need an accelerator) have their options
+checked against the program's own help. No block of code goes without.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GUIDES = sorted((ROOT / "docs").glob("*.md"))
+FENCE = re.compile(
+    r"(?:<!-- (?P<mark>run|file: (?P<file>[\w./]+)) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
+    mark: str | None
+    file: str | None
+
+
+def blocks(guide):
+    found = FENCE.finditer(guide.read_text())
+    return [Block(m["language"], m["text"], m["mark"], m["file"]) for m in found]
+
+
+def execute(command, cwd):
+    flags = os.environ.get("XLA_FLAGS", "").replace("device_count=8", "device_count=1")
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}  # one device, as most have
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def play(guide, cwd):
+    """Runs a guide's examples; code that stands between two commands shares one namespace."""
+    code = ""
+    for number, block in enumerate([*blocks(guide), Block("sh", "", "run", None)]):
+        if block.file:
+            (cwd / block.file).write_text(block.text)
+        elif block.mark == "run" and block.language == "python":
+            code += block.text + "\n"
+        elif block.mark == "run":
+            if code:
+                (cwd / f"examples_{number}.py").write_text(code)
+                execute([sys.executable, f"examples_{number}.py"], cwd)
+                code = ""
+            for line in block.text.splitlines():
+                program, *arguments = shlex.split(line)
+                assert program == "python"
+                execute([sys.executable, *arguments], cwd)
+
+
+def test_the_extension_guide_runs_from_its_first_line_to_its_last(tmp_path):
+    play(ROOT / "docs" / "extending.md", tmp_path)
+    metrics = json.loads((tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()[-1])
+    assert {"reward/brisk", "reward/narrowing", "actor/lateness"} <= set(metrics)
+    assert (tmp_path / "diary.jsonl").stat().st_size > 0
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda p: p.name)
+def test_no_code_stands_in_a_guide_without_being_run(guide):
+    for block in blocks(guide):
+        assert block.language in ("python", "gin", "sh", "text"), block
+        if block.language in ("python", "gin"):
+            assert block.mark, f"{guide.name}: this block is neither a file nor run:\n{block.text}"
+
+
+def options_of(program):
+    done = subprocess.run([*program, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(re.findall(r"--[a-z_]+", done.stdout)) | {"--help"}
+
+
+def test_commands_that_are_only_shown_have_options_that_exist():
+    shown = {
+        line
+        for guide in GUIDES
+        for block in blocks(guide)
+        if block.language == "sh" and block.mark != "run"
+        for line in block.text.splitlines()
+        if line.strip()
+    }
+    assert len(shown) > 4
+    known = {}
+    for line in shown:
+        words = shlex.split(line.partition(" #")[0])
+        while "=" in words[0]:  # VARIABLE=value before the program
+            words = words[1:]
+        if words[0] == "python":
+            program, rest = (sys.executable, "-m", words[2]), words[3:]
+            assert words[1] == "-m"
+        else:
+            program, rest = (str(ROOT / words[0]),), words[1:]
+        trainer = rest[rest.index("--") + 1 :] if "--" in rest else []
+        rest = rest[: rest.index("--")] if "--" in rest else rest
+        for used, options in ((program, rest), ((sys.executable, "-m", "manus_jax.train"), trainer)):
+            if used not in known and (options or used == program):
+                known[used] = options_of(used)
+            given = {o.partition("=")[0] for o in options if o.startswith("--")}
+            assert given <= known.get(used, set()), line
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda p: p.name)
+def test_links_and_paths_exist(guide):
+    text = guide.read_text()
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]*)?\)", text):
+        assert (guide.parent / target).exists(), target
+    anchors = {
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    }
+    for anchor in re.findall(r"\]\(#([\w-]+)\)", text):
+        assert anchor in anchors, anchor
+    own = {"envs/new_env/", "configs/grpo_new_env.gin"}
+    paths = set(
+        re.findall(r"`((?:configs|scripts|benchmarks|manus_jax|envs|docs|tests)/[\w./]+)`", text)
+    )
+    missing = sorted(p for p in paths - own if not (ROOT / p).exists())
+    assert not missing
