@@ -148,7 +148,7 @@ def searchqa() -> Answer:
 
     def step(env_idx: int, action: str) -> dict[str, Any]:
         live[env_idx]
-        found = re.search(r"<(search|answer)>(.*?)</\1>", action, re.DOTALL)
+        found = re.search(r"<(search|answer)>([^<]*)</\1>", action)
         kind = found[1] if found else None
         right = kind == "answer" and found[2].strip().lower() == "paris"  # type: ignore[index]
         texts = {
@@ -219,7 +219,7 @@ class WebArena:
         return {**told, "info": {"page": {"url": "http://map"}, "fail_error": ""}}
 
     def _play(self, env_idx: int, text: str) -> tuple[float, bool]:
-        found = re.search(r"```((.|\n)*?)```", text)
+        found = re.search("```(.*?)```", text, re.DOTALL)
         if not found:
             raise ValueError(f"Cannot parse action from response {text}")
         action = found[1].strip()
@@ -229,7 +229,7 @@ class WebArena:
         elif name not in ("stop", "scroll"):
             raise ValueError(f"Invalid action {action}")
         if self.dead:
-            raise RuntimeError(f"Error: Env {env_idx} is dead")
+            raise RuntimeError(f"browser {env_idx} is dead")
         if name != "stop":
             return 1.0, False
         if not self.evaluator:
@@ -282,7 +282,7 @@ class Tools:
 
     def _step(self, env_idx: int, action: str) -> dict[str, Any]:
         reward, done = self.rewards[env_idx], False
-        found = re.search(r"\s*(.*?)\s*with\s*Action Input:\s*(.*?)$", action)
+        found = re.search(r"(.*) with Action Input: (.*)\Z", action)
         if not found:
             return {"observation": "Format error", "reward": reward, "done": done}
         said, name = "ERROR | Exception(Parameters are not valid)", found[1]
@@ -342,7 +342,7 @@ class Todo:
             return self.down, 0.5
         if tool == "complete_task":
             if parameters["task_id"] not in self.open_tasks:
-                return f"Task {parameters['task_id']} is not exists.", 0.5
+                return f"There is no task {parameters['task_id']}.", 0.5
             self.open_tasks.remove(parameters["task_id"])
         return "[{'id': '7', 'content': 'water the plants'}]", 0.5
 
@@ -363,7 +363,7 @@ class Sheet:
         cells = self.cells[env_idx]
         said = "<Worksheet 'Sheet1' id:0>" if tool == "open_sheet" else str(cells)
         if tool != "open_sheet" and not cells:
-            return "Please open a sheet before operating it", 0.0
+            return "Open a sheet first.", 0.0
         if self.down:
             return self.down, 0.0
         if tool == "open_sheet":

@@ -256,10 +256,10 @@ def test_a_web_service_that_fails_behind_a_tool_is_a_failure(name: str, words: s
     "words",
     [
         "ERROR | KeyError('task_id')",
-        "Task 8 is not exists.",
+        "There is no task 8.",
         "APIError({'code': 400, 'message': 'Range exceeds grid limits'})",
         "[['429', 'ConnectionPool(', '<html>']]",
-        "Error: the dimension should be one of the rows/columns",
+        "Error: neither rows nor columns",
     ],
 )
 def test_a_tool_that_refuses_the_agents_call_is_an_observation(words: str) -> None:
