@@ -1,0 +1,38 @@
+"""A report that cannot be written is told, and training goes on."""
+
+import types
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from report_runs import small_run
+
+from manus_jax.runtime.progress import ProgressLine
+from manus_jax.runtime.training import Trainer
+
+
+def report_of(path: Path) -> None:
+    """Calls what a trainer calls, with the one part of it that is read."""
+    trainer = cast(Any, types.SimpleNamespace(directory=types.SimpleNamespace(path=path)))
+    with ProgressLine("train", 1) as line:
+        Trainer._report(trainer, line)
+
+
+def test_a_run_gets_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_run(tmp_path, range(1, 3))
+    report_of(tmp_path)
+    assert (tmp_path / "report.html").is_file()
+    assert "report.html" not in capsys.readouterr().out
+
+
+def test_a_failure_is_one_line_whatever_its_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report_of(tmp_path / "[/bold] gone")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "report.html was not written: RunDirectoryError: " in said
+    assert "[/bold] gone does not exist" in said
+    small_run(tmp_path, range(1, 3))
+    (tmp_path / "report.html").mkdir()
+    report_of(tmp_path)
+    assert "report.html was not written: RunDirectoryError" in capsys.readouterr().out
