@@ -19,7 +19,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
 FENCE = re.compile(
-    r"(?:<!-- (?P<mark>run|file: (?P<file>[\w./]+)) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    r"(?:<!-- (?P<mark>run|file: (?P<file>[\w./]+)) -->\n)?"
+    r"^```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -105,7 +106,10 @@ def test_commands_that_are_only_shown_have_options_that_exist():
             program, rest = (str(ROOT / words[0]),), words[1:]
         trainer = rest[rest.index("--") + 1 :] if "--" in rest else []
         rest = rest[: rest.index("--")] if "--" in rest else rest
-        for used, options in ((program, rest), ((sys.executable, "-m", "manus_jax.train"), trainer)):
+        for used, options in (
+            (program, rest),
+            ((sys.executable, "-m", "manus_jax.train"), trainer),
+        ):
             if used not in known and (options or used == program):
                 known[used] = options_of(used)
             given = {o.partition("=")[0] for o in options if o.startswith("--")}
@@ -115,7 +119,7 @@ def test_commands_that_are_only_shown_have_options_that_exist():
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda p: p.name)
 def test_links_and_paths_exist(guide):
     text = guide.read_text()
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]*)?\)", text):
+    for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]*)?\)", text):
         assert (guide.parent / target).exists(), target
     anchors = {
         re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
