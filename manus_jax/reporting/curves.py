@@ -70,15 +70,9 @@ CHARTS = (
         share=True,
     ),
     Chart(
-        "Environments",
-        "Training success by environment",
-        ((r"episode/([^/]+)/success_rate", r"\1"),),
-        share=True,
-    ),
-    Chart(
         "Update", "Policy loss", ((r"actor/pg_loss", "policy gradient"), (r"actor/loss", "total"))
     ),
-    Chart("Update", "Entropy", ((r"actor/entropy(_loss)?", "policy"),)),
+    Chart("Update", "Entropy", ((r"actor/entropy_loss", "policy"),)),
     Chart(
         "Update",
         "KL divergence",
