@@ -213,12 +213,17 @@ class AlgorithmSettings:
 
 @settings("warm_start")
 class WarmStartSettings:
-    """Supervised fine-tuning on oracle episodes before the first update; 0 steps: none."""
+    """Supervised fine-tuning on episodes before the first update; 0 steps: none."""
 
     steps: int = 0
-    traces: int = 200  # oracle episodes per environment
+    traces: int = 200  # episodes of training tasks: those that the oracle wins, and
+    random_share: float = 0.0  # this share that chance plays, for a model with much to unlearn
     batch_size: int = 16
     lr: float = 1e-3
+
+    def __post_init__(self) -> None:
+        share = self.random_share
+        _require(0 <= share < 1, f"warm_start.random_share = {share}: from 0 to below 1")
 
 
 @settings("train")

@@ -7,12 +7,11 @@ there is an empty one. Only a directory without metrics is no run.
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manus_jax.runtime.run_directory import RunDirectoryError
+from manus_jax.runtime.run_directory import RunDirectoryError, gin_bindings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +64,6 @@ def read_metrics(path: Path) -> tuple[tuple[Mapping[str, float], ...], int]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def gin_bindings(text: str) -> dict[str, str]:
-    """The bindings of a gin file as it was written, values as text on one line."""
-    joined = text.replace("\\\n", " ")
-    pairs = re.findall(r"^([\w./]+) = *((?:.*)(?:\n[ \t]+.*)*)", joined, flags=re.MULTILINE)
-    return {name: " ".join(value.split()) for name, value in pairs}
 
 
 def _why_not(path: Path) -> str:

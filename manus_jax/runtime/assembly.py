@@ -174,9 +174,9 @@ def _yardsticks(train: TrainSettings, panel: Panel, rollout: RolloutSettings) ->
 def warm_start(
     config: TrainConfig, directory: RunDirectory, sources: Sources, pool: EnvironmentPool
 ) -> Path:
-    """Fine-tunes on oracle episodes of the training tasks; the Hugging Face directory it makes.
+    """Fine-tunes on episodes of the training tasks; the Hugging Face directory it makes.
 
-    The oracle plays through the same prompts and formats that the model will meet.
+    The oracle and chance play through the same prompts and formats that the model will meet.
     """
     settings = config.warm_start
     folder = directory.path / "warm_start"
@@ -185,12 +185,16 @@ def warm_start(
     if not traces.exists():
         tasks = Mixture(sources, config.train.seed).next_batch(settings.traces)
         rollout = make_rollout(config.rollout, config.train.seed)
+        by_chance = round(settings.random_share * len(tasks))
+        specs = episode_specs(tasks)
+        played = run_episodes(specs[:by_chance], RandomPolicy(config.train.seed), pool, rollout)
         # The oracle shows the whole way, also where the agent may only go a part of it.
         patient = dataclasses.replace(rollout, max_turns=1000)
-        played = run_episodes(episode_specs(tasks), OraclePolicy(), pool, patient)
-        won = [t for t in trajectories(played) if t.success]
+        shown = run_episodes(specs[by_chance:], OraclePolicy(), pool, patient)
+        won = [t for t in trajectories(shown) if t.success]
         if not won:
-            raise ConfigError(f"the oracle won none of {len(tasks)} training tasks")
+            raise ConfigError(f"the oracle won none of {len(shown)} training tasks")
+        won += trajectories(played)
         lines = (
             json.dumps({"item_id": t.task.item_id, "conversations": conversation_of(t)}) + "\n"
             for t in won

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 
 from manus_jax.config import ConfigError
-from manus_jax.reporting.run_data import gin_bindings
-from manus_jax.runtime.run_directory import RunDirectory, write_atomically
+from manus_jax.runtime.run_directory import RunDirectory, gin_bindings, write_atomically
 from manus_jax.settings import TrainSettings
 
 Sink = Callable[[int, Mapping[str, float]], None]

@@ -16,9 +16,9 @@ from typing import Any
 
 # Bindings that leave the run's mathematics as it is.
 _MAY_CHANGE = re.compile(
-    r"^(mesh\.\w+|\w+\.(run_dir|total_steps|save_freq|test_freq|keep_checkpoints|export|next_command))$"
+    r"^(mesh\.\w+|\w+\.(run_dir|total_steps|save_freq|test_freq|keep_checkpoints|export|"
+    r"next_command|tensorboard|wandb_project))$"
 )
-
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
@@ -98,14 +98,15 @@ def write_atomically(path: Path, text: str) -> None:
     work.replace(path)
 
 
-def _bindings(text: str) -> dict[str, str]:
+def gin_bindings(text: str) -> dict[str, str]:
+    """The bindings of a gin file as it was written, values as text on one line."""
     joined = text.replace("\\\n", " ")
     pairs = re.findall(r"^([\w./]+) = *((?:.*)(?:\n[ \t]+.*)*)", joined, flags=re.MULTILINE)
     return {name: " ".join(value.split()) for name, value in pairs}
 
 
 def _refuse_changes(old: str, new: str, path: Path) -> None:
-    before, after = _bindings(old), _bindings(new)
+    before, after = gin_bindings(old), gin_bindings(new)
     changed = [
         f"{name} was {before.get(name, 'not set')} and is {after.get(name, 'not set')}"
         for name in sorted(before.keys() | after.keys())
