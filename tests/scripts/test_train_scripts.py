@@ -208,6 +208,28 @@ def test_an_environment_without_a_config_takes_the_base_and_its_own_tasks(tmp_pa
     assert "--gin_param=train.run_dir = 'runs/ppo_wordle'" in done.stdout
 
 
+def test_an_environment_from_outside_is_served_by_its_place(tmp_path):
+    (tmp_path / "outside.py").write_text(
+        "import dataclasses\nfrom envs.wordle import SPEC as WORDLE\n"
+        "SPEC = dataclasses.replace(WORDLE, name='outside', prefix='')\n"
+    )
+    port = free_ports(1)
+    place = ("--env_spec", "outside:SPEC")
+    done = subprocess.run(
+        command("ppo", "--env_name", "outside", *place, "--base_port", port, "--", "--last"),
+        cwd=tmp_path,
+        env=fake_python(
+            tmp_path, f'printf "%s\\n" "$@"; exec 3<>/dev/tcp/127.0.0.1/{port}; exit $?'
+        ),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"--gin_file={ROOT}/configs/ppo_base.gin" in done.stdout
+    assert '"outside_' in (tmp_path / "logs/ppo_outside/test.json").read_text()
+    assert done.stdout.endswith("--last\n") and not listening(port)
+
+
 def test_given_servers_are_used_and_none_is_started(tmp_path):
     data = tmp_path / "data" / "alfworld"
     data.mkdir(parents=True)
