@@ -5,6 +5,10 @@ commands that are not run (they would serve for ever, or need an accelerator) ha
 checked against the program's own help. No block of code goes without.
 """
 
+import contextlib
+import functools
+import importlib
+import io
 import json
 import os
 import re
@@ -78,10 +82,18 @@ def test_no_code_stands_in_a_guide_without_being_run(guide):
             assert block.mark, f"{guide.name}: this block is neither a file nor run:\n{block.text}"
 
 
+@functools.cache
 def options_of(program):
-    done = subprocess.run([*program, "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return set(re.findall(r"--[a-z_]+", done.stdout)) | {"--help"}
+    """What the help of a script, or of a module's `main`, lists."""
+    if program.endswith(".sh"):
+        text = subprocess.run([ROOT / program, "--help"], capture_output=True, text=True).stdout
+    else:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as leaving:
+            importlib.import_module(program).main(["--help"])
+        assert leaving.value.code == 0
+        text = printed.getvalue()
+    return set(re.findall(r"--[a-z_]+", text))
 
 
 def test_commands_that_are_only_shown_have_options_that_exist():
@@ -91,29 +103,17 @@ def test_commands_that_are_only_shown_have_options_that_exist():
         for block in blocks(guide)
         if block.language == "sh" and block.mark != "run"
         for line in block.text.splitlines()
-        if line.strip()
     }
     assert len(shown) > 4
-    known = {}
     for line in shown:
-        words = shlex.split(line.partition(" #")[0])
+        words = shlex.split(line)
         while "=" in words[0]:  # VARIABLE=value before the program
             words = words[1:]
-        if words[0] == "python":
-            program, rest = (sys.executable, "-m", words[2]), words[3:]
-            assert words[1] == "-m"
-        else:
-            program, rest = (str(ROOT / words[0]),), words[1:]
-        trainer = rest[rest.index("--") + 1 :] if "--" in rest else []
-        rest = rest[: rest.index("--")] if "--" in rest else rest
-        for used, options in (
-            (program, rest),
-            ((sys.executable, "-m", "manus_jax.train"), trainer),
-        ):
-            if used not in known and (options or used == program):
-                known[used] = options_of(used)
-            given = {o.partition("=")[0] for o in options if o.startswith("--")}
-            assert given <= known.get(used, set()), line
+        program, *rest = words[2:] if words[:2] == ["python", "-m"] else words
+        cut = rest.index("--") if "--" in rest else len(rest)
+        for used, options in ((program, rest[:cut]), ("manus_jax.train", rest[cut + 1 :])):
+            given = {option.partition("=")[0] for option in options if option.startswith("--")}
+            assert given <= options_of(used), line
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda p: p.name)
