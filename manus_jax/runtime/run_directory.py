@@ -2,7 +2,7 @@
 
 The same command on the same directory goes on where the run stopped. A directory that belongs to
 another configuration is refused, with what differs. Settings that only say how long to run, how
-often to save or on which devices may change between two starts.
+often to save, on which devices or where the servers are may change between two starts.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 
 # Bindings that leave the run's mathematics as it is.
 _MAY_CHANGE = re.compile(
-    r"^(mesh\.\w+|\w+\.(run_dir|total_steps|save_freq|test_freq|keep_checkpoints|export|"
+    r"^(mesh\.\w+|env\.(urls|servers_per_env)|\w+\.(run_dir|total_steps|save_freq|test_freq|keep_checkpoints|export|"
     r"next_command|tensorboard|wandb_project))$"
 )
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
