@@ -87,6 +87,20 @@ def test_every_environment_has_a_config_for_ppo_and_grpo_and_both_play_alike(env
     assert ppo.algorithm.ppo_epochs == grpo.algorithm.ppo_epochs
 
 
+@pytest.mark.parametrize("path", HARDWARE, ids=lambda p: p.name)
+def test_the_first_of_eight_devices_holds_its_share_of_a_model_of_seven_billion(path, monkeypatch):
+    config = settings_of(path, monkeypatch)
+    recipe = assembly.make_recipe(config.algorithm)
+    params = 7.62e9  # Qwen2.5-7B: 28 layers, 4 key-value heads of 128
+    learned = params * (4 + 4 + 4 + 4) / 8  # weights, gradients, two moments
+    held = learned * (2 if recipe.needs_critic else 1) + params * 4 / 8 * recipe.needs_reference
+    copies = 2 * params * 2  # the engine's, old and new, while weights change hands
+    a_token = 28 * 4 * 128 * 2 * 2  # keys and values in bfloat16
+    cache = config.engine.slots * config.rollout.max_total_tokens * a_token
+    assert held + copies + cache < 78e9
+    assert config.rollout.max_in_flight <= config.engine.slots
+
+
 def test_the_header_gives_command_hardware_and_what_to_expect():
     for path in HARDWARE:
         header = path.read_text().partition("\n\n")[0]
