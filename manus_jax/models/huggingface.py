@@ -277,4 +277,7 @@ def _set(tree: Params, path: tuple[str, ...], value: Any) -> None:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Whole or not at all."""
+    work = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    work.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    work.replace(path)

@@ -5,6 +5,7 @@ that it can be resumed and exported when the source is gone.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,13 @@ def from_scratch(
     if (directory / "tokenizer.json").is_file():
         tokenizer = open_tokenizer(directory)
     else:
-        tokenizer = train_tokenizer(texts, settings.vocab_size, directory)
+        work = directory.with_name(f".{directory.name}.tmp-{os.getpid()}")
+        tokenizer = train_tokenizer(texts, settings.vocab_size, work)
+        directory.mkdir(parents=True, exist_ok=True)
+        # The file that is looked for comes last, so that it is only found among whole ones.
+        for file in sorted(work.iterdir(), key=lambda file: file.name == "tokenizer.json"):
+            file.replace(directory / file.name)
+        work.rmdir()
     sizes = dataclasses.asdict(settings)
     arch = Architecture(
         **sizes,

@@ -82,13 +82,26 @@ def disk_errors(path: Path) -> Iterator[None]:
     """A disk that is full or gone within the block is a RunDirectoryError, in one line."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in _DISK:
+    except Exception as error:  # libraries wrap what the system said, or only quote it
+        reason = _disk_reason(error)
+        if reason is None:
             raise
         raise RunDirectoryError(
-            f"{path} cannot be written any more: {error}. What was saved is whole: make room, and "
+            f"{path} cannot be written any more: {reason}. What was saved is whole: make room, and "
             "the same command goes on from the last checkpoint"
         ) from error
+
+
+def _disk_reason(error: BaseException | None) -> str | None:
+    """What the system said of the disk, if that is what an error comes from."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _DISK:
+            return str(error)
+        said = next((os.strerror(n) for n in _DISK if os.strerror(n) in str(error)), None)
+        if said is not None:
+            return said
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -1,0 +1,214 @@
+"""A local copy of a published version, brought from version to version by what changed.
+
+Whoever wants the newest weights (a vLLM worker, or a publisher that was started again) holds a
+mirror: all tensors in one mapped file of its own. Going to another version reads and checks
+everything first, and only then touches the copy, so a damaged file, a missing base or a reader that
+lost the race with pruning leaves the mirror as it was.
+"""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from manus_jax.weights import delta
+from manus_jax.weights.manifest import (
+    DELTA,
+    FULL,
+    Identity,
+    Manifest,
+    TensorSpec,
+    WeightsError,
+    published_versions,
+    read_manifest,
+    version_directory,
+)
+from manus_jax.weights.tensor_file import TensorFileReader
+
+
+class TensorStore:
+    """Tensors by name in one mapped file, which goes with the store."""
+
+    def __init__(self, specs: Mapping[str, TensorSpec], directory: Path) -> None:
+        self.specs = dict(specs)
+        self._offsets: dict[str, int] = {}
+        total = 0
+        for name, spec in self.specs.items():
+            self._offsets[name] = total
+            total += -(-spec.nbytes // 8) * 8
+        handle, path = tempfile.mkstemp(prefix="weights-", dir=directory)
+        self._path = Path(path)
+        try:
+            # Blocks that are reserved now cannot be missing when a mapped page is written.
+            os.posix_fallocate(handle, 0, max(1, total))
+            self._raw = np.memmap(path, np.uint8, "r+", shape=(max(1, total),))
+        except OSError as error:
+            self._path.unlink()
+            raise WeightsError(
+                f"no room for {total} bytes of weights in {directory} ({error.strerror})"
+            ) from None
+        finally:
+            os.close(handle)
+
+    def raw(self, name: str) -> np.ndarray:
+        """A tensor's bytes, `[bytes]`; a view."""
+        start = self._offsets[name]
+        return self._raw[start : start + self.specs[name].nbytes]
+
+    def elements(self, name: str) -> np.ndarray:
+        """A tensor as unsigned integers, `[elements]`; a view."""
+        return delta.elements(self.raw(name), self.specs[name])
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Changes:
+    """A delta in memory, checked: whole tensors, and places with values."""
+
+    whole: Mapping[str, np.ndarray]
+    sparse: Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+    def apply(self, store: TensorStore) -> frozenset[str]:
+        for name, raw in self.whole.items():
+            store.raw(name)[:] = raw
+        for name, (positions, values) in self.sparse.items():
+            store.elements(name)[positions] = values
+        return frozenset((*self.whole, *self.sparse))
+
+
+class Mirror:
+    """A copy of one version at a time, in files below `scratch` (by default a directory of the
+    system's for temporary files). Belongs to one thread."""
+
+    def __init__(self, scratch: Path | None = None) -> None:
+        if scratch is not None:
+            scratch.mkdir(parents=True, exist_ok=True)
+        self.directory = Path(tempfile.mkdtemp(prefix="manus-jax-weights-", dir=scratch))
+        self.held: Identity | None = None
+        self.store: TensorStore | None = None
+
+    def advance(self, root: Path, number: int) -> frozenset[str]:
+        """Goes to a version below `root`; the names of the tensors that changed.
+
+        Raises WeightsError, and stays what it was, when the version cannot be had whole.
+        """
+        snapshot, deltas = plan(root, self.held, number)
+        if snapshot is None and not deltas:
+            return frozenset()
+        store = self.store if snapshot is None else self._load(root, snapshot)
+        assert store is not None
+        try:
+            changes = [_read_delta(root, manifest, store) for manifest in deltas]
+        except BaseException:
+            if snapshot is not None:
+                store.remove()
+            raise
+        changed = frozenset(store.specs) if snapshot is not None else frozenset[str]()
+        for change in changes:
+            changed |= change.apply(store)
+        if snapshot is not None:
+            self.replace(store)
+        self.held = (deltas[-1] if deltas else snapshot).identity  # type: ignore[union-attr]
+        return changed
+
+    def replace(self, store: TensorStore | None) -> None:
+        if self.store is not None:
+            self.store.remove()
+        self.store = store
+
+    def close(self) -> None:
+        self.held = self.store = None
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _load(self, root: Path, manifest: Manifest) -> TensorStore:
+        store = TensorStore(manifest.tensors, self.directory)
+        path = version_directory(root, manifest.identity.number) / FULL
+        try:
+            with TensorFileReader(path, manifest.files[FULL]) as file:
+                for name in manifest.tensors:
+                    store.raw(name)[:] = file.read(name)
+        except BaseException:
+            store.remove()
+            raise
+        return store
+
+
+def plan(
+    root: Path, held: Identity | None, number: int
+) -> tuple[Manifest | None, tuple[Manifest, ...]]:
+    """How to reach a version: the snapshot to begin with (None: from what is held), and deltas.
+
+    Takes whichever way moves fewer bytes.
+    """
+    deltas: list[Manifest] = []
+    ways: list[tuple[int, Manifest | None, tuple[Manifest, ...]]] = []
+    moved, missing = 0, None
+    target = read_manifest(root, number)
+    manifest = target
+    while True:
+        if held == manifest.identity:
+            ways.append((moved, None, tuple(reversed(deltas))))
+            break
+        if manifest.has_snapshot:
+            total = moved + manifest.files[FULL].nbytes
+            ways.append((total, manifest, tuple(reversed(deltas))))
+            if held is None:
+                break
+        if manifest.base is None:
+            break
+        deltas.append(manifest)
+        moved += manifest.files[DELTA].nbytes
+        base = manifest.base
+        try:
+            manifest = read_manifest(root, base.number)
+        except WeightsError as error:
+            if held == base:  # pruned, but the base is here
+                ways.append((moved, None, tuple(reversed(deltas))))
+            missing = error
+            break
+        if manifest.identity != base:
+            missing = WeightsError(
+                f"version {base.number} in {root} is not the one that version "
+                f"{deltas[-1].identity.number} goes on from: a run published there again"
+            )
+            break
+    if not ways:
+        raise missing or WeightsError(f"{root} holds no snapshot below version {number}")
+    _, snapshot, chain = min(ways, key=lambda way: way[0])
+    return snapshot, chain
+
+
+def _read_delta(root: Path, manifest: Manifest, store: TensorStore) -> _Changes:
+    if manifest.tensors != store.specs:
+        raise WeightsError(
+            f"version {manifest.identity.number} in {root} has other tensors than its base"
+        )
+    path = version_directory(root, manifest.identity.number) / DELTA
+    whole: dict[str, np.ndarray] = {}
+    sparse: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    with TensorFileReader(path, manifest.files[DELTA]) as file:
+        for name, spec in manifest.tensors.items():
+            if name in file:
+                whole[name] = file.read(name)
+            elif name + delta.GAPS in file:
+                kind = file.dtype(name + delta.GAPS)
+                gaps = delta.read_gaps(file.read(name + delta.GAPS), kind)
+                values = delta.elements(file.read(name + delta.VALUES), spec)
+                positions = delta.positions_of(delta.Sparse(gaps, values), spec, name)
+                sparse[name] = (positions, values)
+    return _Changes(whole, sparse)
+
+
+def newest(root: Path) -> Identity | None:
+    """The newest whole version below `root`."""
+    for number in reversed(published_versions(root)):
+        with contextlib.suppress(WeightsError):
+            return read_manifest(root, number).identity
+    return None

@@ -1,0 +1,239 @@
+"""The learner's side: parameters into version directories, whole at times, mostly what changed.
+
+A publisher remembers what it published last in a mapped file of its own, compares tensor by tensor
+as they come from the devices, and writes the changed elements. Every so many versions, and when
+there is nothing to go on from, it writes a snapshot too: a Hugging Face directory, which a server
+can start from and a late joiner begins with. One publisher writes to a directory at a time.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from manus_jax.models.huggingface import ModelCard
+from manus_jax.weights import delta
+from manus_jax.weights.host_tensors import host_bytes, tensor_sources
+from manus_jax.weights.manifest import (
+    DELTA,
+    FULL,
+    SNAPSHOT,
+    FileRecord,
+    Identity,
+    Manifest,
+    WeightsError,
+    published_versions,
+    read_manifest,
+    version_directory,
+)
+from manus_jax.weights.mirror import Mirror, TensorStore, newest
+from manus_jax.weights.tensor_file import TensorFileWriter
+
+_KEPT_SNAPSHOTS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """What a publication took: `changed` of `elements` weights, in bytes of each file."""
+
+    identity: Identity
+    changed: int
+    elements: int
+    delta_bytes: int | None
+    snapshot_bytes: int | None
+
+
+class Publisher:
+    """Publishes versions of one model below `root`, a directory that the servers see too.
+
+    Args:
+      root: the directory; made if it is not there.
+      card: the model's names and types, and the files that go along with a snapshot.
+      snapshot_every: versions from one snapshot to the next. The newest two snapshots stay, with
+        every version since the older of them; what is older is removed.
+      scratch: a directory on a local disk with room for a copy of the model.
+    """
+
+    def __init__(
+        self, root: Path, card: ModelCard, *, snapshot_every: int = 20, scratch: Path | None = None
+    ) -> None:
+        if snapshot_every < 1:
+            raise WeightsError(f"snapshot_every = {snapshot_every}: it must be at least 1")
+        self.root = Path(root)
+        self._card = card
+        self._sources = tensor_sources(card)
+        self._specs = {name: source.spec for name, source in self._sources.items()}
+        self._snapshot_every = snapshot_every
+        self._writes = jax.process_index() == 0
+        self._since_snapshot = 0
+        self._started = False
+        if self._writes:
+            with _disk_errors(self.root):
+                self.root.mkdir(parents=True, exist_ok=True)
+                for left in self.root.glob(".*.tmp-*"):
+                    shutil.rmtree(left)
+            self._last = Mirror(scratch)
+
+    def publish(self, params: Any, version: int) -> Published | None:
+        """Makes the parameters version `version`, whole or not at all.
+
+        In a run of several processes all of them call this, and all but the first get None.
+        """
+        if not self._writes:
+            for source in self._sources.values():
+                host_bytes(params, source)
+            return None
+        if not self._started:
+            self._go_on_from_disk(version)
+            self._started = True
+        base = self._last.held
+        if base is not None and version <= base.number:
+            raise WeightsError(
+                f"version {version} is not newer than {base.number}, the last that was published"
+            )
+        final = version_directory(self.root, version)
+        work = self.root / f".{final.name}.tmp-{os.getpid()}"
+        # What was published last is overwritten on the way: if this fails, the next is a snapshot.
+        self._last.held = None
+        with _disk_errors(self.root), _removed_unless_renamed(work):
+            published = self._write(params, Identity(version, uuid.uuid4().hex), base, work)
+            work.rename(final)
+            _sync(self.root)
+        self._last.held = published.identity
+        self._since_snapshot = 0 if published.snapshot_bytes else self._since_snapshot + 1
+        prune(self.root)
+        return published
+
+    def close(self) -> None:
+        if self._writes:
+            self._last.close()
+
+    def _go_on_from_disk(self, version: int) -> None:
+        """A publisher that is started again goes on with deltas, unless the run went back."""
+        for number in published_versions(self.root):
+            if number >= version:
+                _remove(version_directory(self.root, number))
+        found = newest(self.root)
+        if found is None:
+            return
+        with contextlib.suppress(WeightsError):  # then it begins with a snapshot
+            self._last.advance(self.root, found.number)
+            if self._last.store is None or self._last.store.specs != self._specs:
+                self._last.held = None
+            numbers = published_versions(self.root)
+            whole = [n for n in numbers if read_manifest(self.root, n).has_snapshot]
+            self._since_snapshot = sum(n > whole[-1] for n in numbers)
+
+    def _write(
+        self, params: Any, identity: Identity, base: Identity | None, work: Path
+    ) -> Published:
+        snapshot = base is None or self._since_snapshot + 1 >= self._snapshot_every
+        if base is None:
+            self._last.replace(TensorStore(self._specs, self._last.directory))
+        store = self._last.store
+        assert store is not None
+        work.mkdir()
+        files: dict[str, FileRecord] = {}
+        changed = 0
+        with contextlib.ExitStack() as stack:
+            whole = moved = None
+            if snapshot:
+                (work / SNAPSHOT).mkdir()
+                self._card.copy_side_files(work / SNAPSHOT)
+                whole = stack.enter_context(TensorFileWriter(work / FULL, self._specs))
+            if base is not None:
+                names = [n + end for n in self._specs for end in (delta.GAPS, delta.VALUES)]
+                moved = stack.enter_context(TensorFileWriter(work / DELTA, names))
+            for name, source in self._sources.items():
+                raw = host_bytes(params, source)
+                if whole is not None:
+                    whole.add(name, source.spec.dtype, source.spec.shape, raw)
+                if moved is not None:
+                    changed += self._add_changes(moved, store, name, raw)
+                else:
+                    changed += source.spec.elements
+                store.raw(name)[:] = raw
+            if whole is not None:
+                files[FULL] = whole.finish()
+            if moved is not None:
+                files[DELTA] = moved.finish()
+        Manifest(identity, base, self._specs, files).write(work)
+        _sync(work)
+        return Published(
+            identity,
+            changed,
+            sum(spec.elements for spec in self._specs.values()),
+            files[DELTA].nbytes if DELTA in files else None,
+            files[FULL].nbytes if FULL in files else None,
+        )
+
+    def _add_changes(
+        self, file: TensorFileWriter, store: TensorStore, name: str, raw: np.ndarray
+    ) -> int:
+        spec = self._specs[name]
+        sparse = delta.difference(store.elements(name), delta.elements(raw, spec))
+        changed = len(sparse.values)
+        if changed and sparse.nbytes >= spec.nbytes:
+            file.add(name, spec.dtype, spec.shape, raw)
+        elif changed:
+            file.add(name + delta.GAPS, sparse.gap_type, sparse.gaps.shape, sparse.gaps)
+            file.add(name + delta.VALUES, spec.dtype, sparse.values.shape, sparse.values)
+        return changed
+
+
+def prune(root: Path) -> None:
+    """Removes what neither a late joiner nor one that lags behind a snapshot needs."""
+    numbers = published_versions(root)
+    snapshots = [n for n in numbers if version_directory(root, n).joinpath(FULL).exists()]
+    if len(snapshots) < _KEPT_SNAPSHOTS:
+        return
+    oldest = snapshots[-_KEPT_SNAPSHOTS]
+    for number in numbers:
+        if number < oldest:
+            _remove(version_directory(root, number))
+
+
+def _remove(directory: Path) -> None:
+    """Out of sight in one step, then piece by piece."""
+    hidden = directory.with_name(f".{directory.name}.tmp-removed")
+    shutil.rmtree(hidden, ignore_errors=True)
+    directory.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _sync(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _removed_unless_renamed(work: Path) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _disk_errors(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(root).free
+            raise WeightsError(
+                f"{root} is full ({free} bytes left), so nothing was published: free some space, "
+                "or publish to another directory"
+            ) from None
+        raise WeightsError(f"cannot publish to {root}: {error}") from None

@@ -1,0 +1,130 @@
+"""Safetensors files, written and read one tensor at a time, every byte under a checksum.
+
+The library's own writer wants all tensors of a file at once; a learner's host must never hold a
+whole model. So room for the header is left free, tensors are appended as they come, and the header
+is put in last, padded with the spaces that the format allows.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from manus_jax.weights.manifest import FileRecord, WeightsError, checksum
+
+_LENGTH_BYTES = 8
+_ENTRY_ROOM = 160  # JSON of a type, a shape of five numbers and two offsets
+_METADATA = {"format": "pt"}
+
+
+class TensorFileWriter:
+    """A safetensors file that grows. `names` are the entries that may come."""
+
+    def __init__(self, path: Path, names: Iterable[str]) -> None:
+        room = sum(len(json.dumps(name)) + _ENTRY_ROOM for name in names) + _ENTRY_ROOM
+        self._header_bytes = -(-room // 8) * 8
+        self._entries: dict[str, Any] = {"__metadata__": _METADATA}
+        self._checksums: dict[str, str] = {}
+        self._offset = 0
+        self._file = path.open("wb")
+        self._file.seek(_LENGTH_BYTES + self._header_bytes)
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], data: np.ndarray) -> None:
+        """Appends an entry; `data` is contiguous, its bytes are taken as they are."""
+        raw = data.reshape(-1).view(np.uint8)
+        self._file.write(raw.data)
+        offsets = [self._offset, self._offset + raw.nbytes]
+        self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+        self._checksums[name] = checksum(raw)
+        self._offset += raw.nbytes
+
+    def finish(self) -> FileRecord:
+        """Writes the header; the file is on disk when this returns."""
+        text = json.dumps(self._entries, separators=(",", ":")).encode()
+        header = self._header_bytes.to_bytes(_LENGTH_BYTES, "little")
+        header += text.ljust(self._header_bytes)
+        self._file.seek(0)
+        self._file.write(header)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return FileRecord(len(header) + self._offset, checksum(header), self._checksums)
+
+    def __enter__(self) -> "TensorFileWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._file.close()
+        except OSError:
+            if error is None:  # what could not be flushed has been reported by then
+                raise
+
+
+class TensorFileReader:
+    """A safetensors file that must be what its record says."""
+
+    def __init__(self, path: Path, record: FileRecord) -> None:
+        self._path = path
+        self._record = record
+        try:
+            self._file = path.open("rb")
+        except FileNotFoundError:
+            raise WeightsError(f"{path} is missing; it may have been pruned meanwhile") from None
+        try:
+            self._entries, self._start = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read_header(self) -> tuple[dict[str, Any], int]:
+        size = os.fstat(self._file.fileno()).st_size
+        if size != self._record.nbytes:
+            raise WeightsError(
+                f"{self._path} has {size} bytes and its manifest says {self._record.nbytes}: "
+                "it was cut short or replaced; publish the version again"
+            )
+        length = self._file.read(_LENGTH_BYTES)
+        text = self._file.read(min(int.from_bytes(length, "little"), size))
+        if checksum(length + text) != self._record.header:
+            raise self._damaged("header")
+        return json.loads(text), len(length) + len(text)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def dtype(self, name: str) -> str:
+        return self._entries[name]["dtype"]
+
+    def read(self, name: str) -> np.ndarray:
+        """An entry's bytes, `[bytes]`, after its checksum was found right."""
+        if name not in self._entries:
+            raise WeightsError(f"{self._path} has no {name}")
+        begin, end = self._entries[name]["data_offsets"]
+        raw = np.empty(end - begin, np.uint8)
+        self._file.seek(self._start + begin)
+        got = self._file.readinto(raw.data)
+        if got != raw.nbytes or hashlib.sha256(raw).hexdigest() != self._record.entries.get(name):
+            raise self._damaged(name)
+        return raw
+
+    def _damaged(self, what: str) -> WeightsError:
+        return WeightsError(
+            f"{self._path} is damaged: its {what} does not match its checksum; "
+            "publish the version again"
+        )
+
+    def __enter__(self) -> "TensorFileReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()

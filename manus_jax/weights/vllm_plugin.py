@@ -1,0 +1,15 @@
+"""What vLLM loads by itself through its `vllm.general_plugins` entry point: one registration."""
+
+BACKEND = "manus_jax"
+
+
+def register() -> None:
+    """Makes `--weight-transfer-config '{"backend": "manus_jax"}'` known; may be called again."""
+    from vllm.distributed.weight_transfer import (  # type: ignore[import-not-found, unused-ignore]
+        WeightTransferEngineFactory,
+    )
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "manus_jax.weights.vllm_transfer", "FileWeightTransfer"
+        )

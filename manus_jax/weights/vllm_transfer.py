@@ -1,0 +1,151 @@
+# mypy: disable-error-code="import-not-found, import-untyped, misc"
+"""Published versions into a running vLLM: the part that lives in each of its workers.
+
+A worker holds a mirror of the weights in Hugging Face's names. `fetch_weights` starts a thread that
+brings the mirror to a version, so that reading and checking cost no generation any time, and
+nothing that is wrong with the files can reach the model. Inside vLLM's own update (start, update,
+finish) the mirror is loaded through the model's loaders, which know how tensors are fused, split
+over devices and laid out. All of it is loaded: vLLM would leave the rest of a fused tensor empty.
+Runs in vLLM's environment, without JAX.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from manus_jax.weights.manifest import Identity, TensorSpec, WeightsError
+from manus_jax.weights.mirror import Mirror
+from manus_jax.weights.vllm_plugin import register
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+register()  # for a server that was told of this module and not of the entry point
+
+
+@dataclasses.dataclass
+class FileInitInfo(WeightTransferInitInfo):
+    """`scratch`: a directory on a local disk for the mirror; by default the system's own."""
+
+    scratch: str | None = None
+
+
+@dataclasses.dataclass
+class FileUpdateInfo(WeightTransferUpdateInfo):
+    """The version to load, which must have been fetched."""
+
+    number: int
+    id: str
+
+
+class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
+    """vLLM's side of `manus_jax.weights`, one in each worker."""
+
+    init_info_cls = FileInitInfo
+    update_info_cls = FileUpdateInfo
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._mirror: Mirror | None = None
+        self._scratch: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._problem: str | None = None
+
+    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
+        self._scratch = None if init_info.scratch is None else Path(init_info.scratch)
+
+    def fetch(self, directory: str, number: int) -> None:
+        """Begins to bring the mirror to a version; a fetch under way is waited for first."""
+        if self._thread is not None:
+            self._thread.join()
+        self._problem = None
+        arguments = (Path(directory), number)
+        self._thread = threading.Thread(target=self._fetch, args=arguments, daemon=True)
+        self._thread.start()
+
+    def _fetch(self, directory: Path, number: int) -> None:
+        try:
+            if self._mirror is None:
+                self._mirror = Mirror(self._scratch)
+            self._mirror.advance(directory, number)
+        except (WeightsError, OSError) as error:
+            self._problem = str(error)
+
+    def fetched(self) -> dict[str, Any]:
+        """`busy`, what went wrong (`error`), and the version that is held."""
+        held = None if self._mirror is None else self._mirror.held
+        return {
+            "busy": self._thread is not None and self._thread.is_alive(),
+            "error": self._problem,
+            "held": None if held is None else dataclasses.asdict(held),
+        }
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: FileUpdateInfo) -> None:
+        wanted = Identity(update_info.number, update_info.id)
+        state = self.fetched()
+        if self._mirror is None or state["busy"] or self._mirror.held != wanted:
+            raise ValueError(f"version {wanted.number} was not fetched before its update: {state}")
+        self.model.load_weights(_tensors(self._mirror))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            _repack_heads(self.model)
+
+    def shutdown(self) -> None:
+        if self._mirror is not None:
+            self._mirror.close()
+            self._mirror = None
+
+
+class WeightsWorker:
+    """Methods for vLLM's workers (`--worker-extension-cls`), called through `/collective_rpc`."""
+
+    weight_transfer_engine: FileWeightTransfer
+
+    def fetch_weights(self, directory: str, number: int) -> None:
+        self.weight_transfer_engine.fetch(directory, number)
+
+    def fetched_weights(self) -> dict[str, Any]:
+        return self.weight_transfer_engine.fetched()
+
+
+def _tensors(mirror: Mirror) -> Iterator[tuple[str, torch.Tensor]]:
+    assert mirror.store is not None
+    for name, spec in mirror.store.specs.items():
+        yield name, as_tensor(mirror.store.raw(name), spec)
+
+
+def as_tensor(raw: np.ndarray, spec: TensorSpec) -> torch.Tensor:
+    """Bytes `[bytes]` as a tensor of its own type and shape; a view."""
+    return torch.from_numpy(np.asarray(raw)).view(_DTYPES[spec.dtype]).reshape(spec.shape)
+
+
+def _repack_heads(model: torch.nn.Module) -> None:
+    """On CPU an LM head multiplies with a packed copy of its weights. Where it shares them with the
+    embedding, vLLM loads the embedding and keeps the old copy."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
