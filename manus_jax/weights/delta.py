@@ -15,7 +15,7 @@ import numpy as np
 from manus_jax.weights.manifest import ITEM_SIZES, TensorSpec, WeightsError
 
 GAPS, VALUES = "#gaps", "#values"
-_GAP_TYPES = {"U8": np.uint8, "U16": np.uint16}
+_GAP_TYPES: dict[str, type[np.unsignedinteger]] = {"U8": np.uint8, "U16": np.uint16}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,6 @@ whole model. So room for the header is left free, tensors are appended as they c
 is put in last, padded with the spaces that the format allows.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -113,7 +112,7 @@ class TensorFileReader:
         raw = np.empty(end - begin, np.uint8)
         self._file.seek(self._start + begin)
         got = self._file.readinto(raw.data)
-        if got != raw.nbytes or hashlib.sha256(raw).hexdigest() != self._record.entries.get(name):
+        if got != raw.nbytes or checksum(raw) != self._record.entries.get(name):
             raise self._damaged(name)
         return raw
 

@@ -1,0 +1,63 @@
+"""`python -m manus_jax.publish`: a run's checkpoints become versions, followed as they come."""
+
+import subprocess
+import sys
+
+import pytest
+from published_models import CARD, changed, copies, exported, model
+
+from manus_jax.publish import main, publish_run
+from manus_jax.runtime import checkpoints
+from manus_jax.runtime.checkpoints import CheckpointError
+from manus_jax.weights.manifest import published_versions
+from manus_jax.weights.mirror import Mirror
+
+
+def save_step(run, step, params):
+    CARD.save(run / "model")
+    made = checkpoints.save_params(run.with_name(f"made-{step}"), params, {})
+    (run / "checkpoints").mkdir(exist_ok=True)
+    made.rename(run / "checkpoints" / str(step))
+
+
+def test_a_run_is_followed_from_checkpoint_to_checkpoint(tmp_path):
+    run, to = tmp_path / "run", tmp_path / "weights"
+    params = model()
+    save_step(run, 4, params)
+    following = publish_run(run, to, poll=0.01)
+    assert next(following).identity.number == 4
+    params = changed(params, 0.02, 1)
+    save_step(run, 9, params)
+    second = next(following)
+    assert (second.identity.number, second.snapshot_bytes) == (9, None)
+    following.close()
+    mirror = Mirror(tmp_path)
+    mirror.advance(to, 9)
+    assert copies(mirror) == exported(params, tmp_path / "hf")
+    mirror.close()
+
+
+def test_the_command_says_what_it_published_and_does_it_once(tmp_path, capsys):
+    run, to = tmp_path / "run", tmp_path / "weights"
+    save_step(run, 2, model())
+    main([str(run), "--to", str(to)])
+    assert capsys.readouterr().out.startswith("version 2, ")
+    main([str(run), "--to", str(to)])
+    assert capsys.readouterr().out == ""
+    assert published_versions(to) == [2]
+
+
+def test_a_run_without_checkpoints_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        main([str(tmp_path), "--to", str(tmp_path / "weights")])
+
+
+def test_a_mistake_is_one_line(tmp_path):
+    run, to = tmp_path / "run", tmp_path / "weights"
+    save_step(run, 0, model())
+    to.write_text("a file")
+    command = [sys.executable, "-m", "manus_jax.publish", str(run), "--to", str(to)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1
+    assert str(to) in ended.stderr

@@ -1,0 +1,211 @@
+"""Publishing: the bytes that `convert` would write, from any mesh, version after version."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from published_models import ARCH, CARD, changed, copies, exported, model, tensors_of
+
+from manus_jax.learner.mesh import make_mesh, param_shardings
+from manus_jax.models import huggingface
+from manus_jax.models.transformer import Compute, Transformer, abstract_model
+from manus_jax.weights.manifest import (
+    FULL,
+    WeightsError,
+    published_versions,
+    read_manifest,
+    version_directory,
+)
+from manus_jax.weights.mirror import Mirror, plan
+from manus_jax.weights.publisher import Publisher
+
+
+@pytest.fixture
+def mirror(tmp_path):
+    mirror = Mirror(tmp_path / "mirror")
+    yield mirror
+    mirror.close()
+
+
+@pytest.fixture
+def publisher(tmp_path):
+    publisher = Publisher(tmp_path / "weights", CARD, snapshot_every=3)
+    yield publisher
+    publisher.close()
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 8, 1)])
+def test_a_snapshot_is_what_convert_writes_whatever_the_mesh(publisher, tmp_path, sizes):
+    params = model()
+    _, shapes = abstract_model(Transformer, ARCH, Compute())
+    placed = jax.device_put(params, param_shardings(shapes, make_mesh(*sizes)))
+    publisher.publish(placed, 0)
+    snapshot = version_directory(publisher.root, 0) / "full"
+    assert tensors_of(snapshot / "model.safetensors") == exported(params, tmp_path / "hf")
+    reread, _ = huggingface.load_params(snapshot)
+    assert jax.tree.structure(reread) == jax.tree.structure(params)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.sampled_from([0.0, 0.001, 0.3, 1.0]), min_size=1, max_size=5), st.data())
+def test_every_reader_gets_every_version_to_the_bit(tmp_path_factory, shares, data):
+    root = tmp_path_factory.mktemp("weights")
+    publisher, mirror = Publisher(root / "to", CARD, snapshot_every=3), Mirror(root)
+    params = model()
+    for number, share in enumerate([0.0, *shares]):
+        params = changed(params, share, number)
+        publisher.publish(params, number)
+        if data.draw(st.booleans(), label=f"reads version {number}"):
+            mirror.advance(publisher.root, number)
+            assert copies(mirror) == exported(params, root / f"hf-{number}")
+    publisher.close()
+    mirror.close()
+
+
+def test_one_per_cent_of_the_weights_moves_at_most_three_of_the_bytes(tmp_path):
+    publisher = Publisher(tmp_path / "weights", CARD)
+    params = model()
+    first = publisher.publish(params, 0)
+    second = publisher.publish(changed(params, 0.01, 1), 1)
+    file = version_directory(publisher.root, 1) / "delta.safetensors"
+    header = int.from_bytes(file.read_bytes()[:8], "little")
+    assert 0.005 < second.changed / second.elements < 0.015
+    assert second.snapshot_bytes is None
+    assert second.delta_bytes == file.stat().st_size
+    # The header's size is that of the tensors' names, which in a real model are next to nothing.
+    payload = second.delta_bytes - 8 - header
+    assert payload <= 0.03 * 2 * first.elements
+    publisher.close()
+
+
+def test_only_changed_tensors_are_named(publisher, mirror):
+    params = model()
+    publisher.publish(params, 0)
+    assert mirror.advance(publisher.root, 0) == set(read_manifest(publisher.root, 0).tensors)
+    params["backbone"]["norm"] = params["backbone"]["norm"] + 1
+    publisher.publish(params, 1)
+    assert mirror.advance(publisher.root, 1) == {"model.norm.weight"}
+    assert mirror.advance(publisher.root, 1) == frozenset()
+
+
+def test_old_versions_go_but_for_what_a_late_joiner_needs(publisher, mirror, tmp_path):
+    params = model()
+    for number in range(8):  # snapshots are 0, 3 and 6
+        params = changed(params, 0.01, number)
+        publisher.publish(params, number)
+    assert published_versions(publisher.root) == [3, 4, 5, 6, 7]
+    assert [n for n in (3, 4, 5, 6, 7) if read_manifest(publisher.root, n).has_snapshot] == [3, 6]
+    snapshot, deltas = plan(publisher.root, None, 7)
+    assert (snapshot.identity.number, [d.identity.number for d in deltas]) == (6, [7])
+    mirror.advance(publisher.root, 7)
+    assert copies(mirror) == exported(params, tmp_path / "hf")
+
+
+def test_a_publisher_started_again_goes_on_with_deltas(publisher, mirror, tmp_path):
+    params = model()
+    publisher.publish(params, 0)
+    again = Publisher(publisher.root, CARD)
+    params = changed(params, 0.01, 1)
+    assert again.publish(params, 1).snapshot_bytes is None
+    mirror.advance(publisher.root, 1)
+    assert copies(mirror) == exported(params, tmp_path / "hf")
+    again.close()
+
+
+def test_a_run_that_went_back_replaces_what_it_had_published(publisher, mirror, tmp_path):
+    params = model()
+    for number in range(3):
+        publisher.publish(changed(params, 0.1, number), number)
+    mirror.advance(publisher.root, 2)
+    again = Publisher(publisher.root, CARD)
+    other = changed(params, 0.1, 99)
+    again.publish(other, 1)
+    assert published_versions(publisher.root) == [0, 1]
+    mirror.advance(publisher.root, 1)
+    assert copies(mirror) == exported(other, tmp_path / "hf")
+    again.close()
+
+
+def test_a_version_must_be_newer_than_the_last(publisher):
+    publisher.publish(model(), 3)
+    with pytest.raises(WeightsError, match="version 3 is not newer than 3"):
+        publisher.publish(model(), 3)
+
+
+def test_a_full_disk_is_one_clear_error_and_the_next_version_is_whole(
+    publisher, mirror, tmp_path, monkeypatch
+):
+    params = model()
+    publisher.publish(params, 0)
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(WeightsError, match=r"is full \(\d+ bytes left\)"):
+            publisher.publish(changed(params, 0.1, 1), 1)
+    assert [p.name for p in publisher.root.iterdir()] == ["00000000"]
+    params = changed(params, 0.1, 2)
+    assert publisher.publish(params, 2).snapshot_bytes is not None
+    mirror.advance(publisher.root, 2)
+    assert copies(mirror) == exported(params, tmp_path / "hf")
+
+
+_FOREVER = """
+import sys
+from pathlib import Path
+from published_models import CARD, changed, model
+from manus_jax.weights.publisher import Publisher
+publisher, params = Publisher(Path(sys.argv[1]), CARD, snapshot_every=2), model()
+for number in range(10**6):
+    params = changed(params, 0.2, number)
+    publisher.publish(params, number)
+    print(number, flush=True)
+"""
+
+
+def test_a_publisher_killed_while_writing_leaves_only_whole_versions(tmp_path, mirror):
+    root = tmp_path / "weights"
+    here = os.path.dirname(__file__)
+    environment = {**os.environ, "PYTHONPATH": here, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", _FOREVER, str(root)]
+    process = subprocess.Popen(
+        command, env=environment, cwd=here, stdout=subprocess.PIPE, text=True
+    )
+    for _ in range(3):
+        process.stdout.readline()
+    deadline = time.monotonic() + 60
+    while not list(root.glob(".*.tmp-*")) and time.monotonic() < deadline:
+        pass
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    last = published_versions(root)[-1]
+    mirror.advance(root, last)
+    assert mirror.held.number == last
+    publisher = Publisher(root, CARD)
+    assert not list(root.glob(".*"))
+    publisher.publish(model(), last + 1)
+    publisher.close()
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WeightsError, match=r"cannot publish to .*file"):
+        Publisher(tmp_path / "file" / "weights", CARD)
+
+
+def test_a_snapshot_can_be_served_from_after_the_learner_is_gone(publisher):
+    publisher.publish(model(), 0)
+    kept = publisher.root.parent / "copy"
+    shutil.copytree(version_directory(publisher.root, 0) / "full", kept)
+    assert huggingface.read_card(kept).architecture == ARCH
+    assert (version_directory(publisher.root, 0) / FULL).exists()
