@@ -88,16 +88,16 @@ def test_a_reward_function_that_fails_is_named(tmp_path, capsys, monkeypatch, na
 
 @pytest.fixture
 def half_broken_maze():
-    """The maze's own server, of which every second session answers 500 to each action."""
+    """The maze's own server, which answers 500 for every second maze."""
     app: FastAPI = build_app(registry.load("maze"))
 
     @app.middleware("http")
     async def break_half(request: Request, call_next):
-        if request.url.path.endswith("/step") and (await request.json())["id"] % 2:
+        if request.url.path.endswith("/reset") and (await request.json()).get("game", 0) % 2:
             return PlainTextResponse("broken", status_code=500)
         return await call_next(request)
 
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
@@ -129,5 +129,6 @@ def test_half_of_the_episodes_failing_is_told_and_trained_around(
     told = capsys.readouterr().out
     lines = metrics(tmp_path / "run")
     assert any(line["rollout/failed"] > 0 for line in lines)
-    assert all(line["rollout/episodes"] > 0 for line in lines)
+    assert sum(line["rollout/episodes"] for line in lines) > 0
     assert "episodes were dropped" in told
+    assert [line["step"] for line in lines] == [1, 2]
