@@ -39,9 +39,7 @@ register()  # for a server that was told of this module and not of the entry poi
 
 @dataclasses.dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """`scratch`: a directory on a local disk for the mirror; by default the system's own."""
-
-    scratch: str | None = None
+    """There is nothing to agree on beforehand."""
 
 
 @dataclasses.dataclass
@@ -61,12 +59,11 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._mirror: Mirror | None = None
-        self._scratch: Path | None = None
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        self._scratch = None if init_info.scratch is None else Path(init_info.scratch)
+        pass
 
     def fetch(self, directory: str, number: int) -> None:
         """Begins to bring the mirror to a version; a fetch under way is waited for first."""
@@ -80,7 +77,7 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def _fetch(self, directory: Path, number: int) -> None:
         try:
             if self._mirror is None:
-                self._mirror = Mirror(self._scratch)
+                self._mirror = Mirror()
             self._mirror.advance(directory, number)
         except (WeightsError, OSError) as error:
             self._problem = str(error)

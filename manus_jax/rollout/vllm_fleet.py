@@ -1,0 +1,238 @@
+"""The servers of a pool: which of them serve, and with which weights.
+
+The one idea: a server serves while it holds the current weights, and there is one way into service
+for a server that is new, was restarted, failed or missed an update: it is brought to the current
+version. One thread looks after all of them.
+"""
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from manus_jax.rollout import vllm_routing as routing
+from manus_jax.rollout.engine import EngineError
+from manus_jax.rollout.vllm_routing import RoutingPolicy, ServerState
+from manus_jax.rollout.vllm_server import ServerFailure, Timeouts, VllmServer, label_of
+from manus_jax.weights.manifest import Identity
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSettings:
+    """How much is asked of servers.
+
+    A request is tried `attempts` times. `queue_size` requests may wait; one more is an EngineError.
+    When no server has served for `patience` seconds, what waits fails. Servers are looked at every
+    `check_every` seconds.
+    """
+
+    attempts: int = 4
+    queue_size: int = 4096
+    patience: float = 600.0
+    check_every: float = 5.0
+    routing: RoutingPolicy = dataclasses.field(default_factory=RoutingPolicy)
+    timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
+
+
+@dataclasses.dataclass
+class ServerCounters:
+    """What a server has done since it joined."""
+
+    requests: int = 0
+    tokens: int = 0
+    failures: int = 0
+    updates: int = 0
+    paused_seconds: float = 0.0
+
+
+@dataclasses.dataclass(eq=False)
+class Member:
+    """A server of the fleet. `loading` is held while its weights are looked at or changed."""
+
+    server: VllmServer
+    state: ServerState
+    held: Identity | None = None
+    loading: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    counters: ServerCounters = dataclasses.field(default_factory=ServerCounters)
+
+
+class Fleet:
+    """Servers by URL.
+
+    Args:
+      urls: of servers that run, or will.
+      max_length: the context that each must have.
+      root: where weights are published; None when servers keep what they have.
+      target: the current weights there.
+      change: the lock under which all states are; whoever changes them tells the others.
+      on_down: called under the lock with a server that was put aside, and why.
+    """
+
+    def __init__(
+        self,
+        urls: Iterable[str],
+        max_length: int,
+        root: Path | None,
+        target: Identity | None,
+        settings: PoolSettings,
+        change: threading.Condition,
+        on_down: Callable[[Member, str], None],
+    ) -> None:
+        self._max_length = max_length
+        self._root = root
+        self._target = target
+        self._settings = settings
+        self._change = change
+        self._on_down = on_down
+        self._closing = False
+        self.members: dict[str, Member] = {}
+        for url in urls:
+            self.add(url)
+        if not self.members:
+            raise EngineError("a pool needs the URL of at least one vLLM server")
+        self._watcher = threading.Thread(target=self._watch, name="vllm-fleet", daemon=True)
+        self._watcher.start()
+
+    def add(self, url: str) -> None:
+        """It serves as soon as it holds the current weights."""
+        url = url.rstrip("/")
+        with self._change:
+            if url not in self.members:
+                server = VllmServer(url, self._settings.timeouts)
+                self.members[url] = Member(server, ServerState(url))
+
+    def remove(self, url: str) -> None:
+        with self._change:
+            member = self.members.pop(url.rstrip("/"), None)
+            if member is not None:
+                self.put_aside(member, "it was removed")
+
+    @property
+    def serves(self) -> bool:
+        """Some server is in service. Under the lock."""
+        return any(member.state.ready for member in self.members.values())
+
+    def update(self, target: Identity) -> None:
+        """Brings all that serve to new weights, at the same time; who fails is put aside."""
+        with self._change:
+            self._target = target
+            ready = [member for member in self.members.values() if member.state.ready]
+        with ThreadPoolExecutor(max(1, len(ready)), "vllm-update") as threads:
+            list(threads.map(self._bring_up, ready))
+
+    def await_service(self) -> None:
+        """Until a server is in service; EngineError when patience is at its end."""
+        with self._change:
+            if not self._change.wait_for(lambda: self.serves, self._settings.patience):
+                raise EngineError(self.why_nobody_serves())
+
+    def why_nobody_serves(self) -> str:
+        why = "; ".join(m.state.problem for m in self.members.values()) or "none is left"
+        return f"no vLLM server is in service after {self._settings.patience:g} s: {why}"
+
+    def put_aside(self, member: Member, problem: str) -> None:
+        """Out of service. Under the lock."""
+        if member.state.problem != problem:
+            _log.warning("%s is out of service: %s", member.state.url, problem)
+        member.counters.failures += 1
+        now = time.monotonic()
+        member.state = routing.went_down(member.state, problem, now, self._settings.routing)
+        self._on_down(member, problem)
+        self._change.notify_all()
+
+    def problem_of(self, member: Member) -> str | None:
+        """What is wrong with a server that should serve."""
+        with member.loading:
+            try:
+                member.server.check_health()
+                label = member.server.weight_label()
+            except ServerFailure as error:
+                return str(error)
+            if member.held is not None and label != label_of(member.held):
+                return (
+                    f"{member.state.url} was started again: it holds weights {label!r} and was "
+                    f"given {label_of(member.held)!r}"
+                )
+        return None
+
+    def close(self) -> None:
+        with self._change:
+            self._closing = True
+            self._change.notify_all()
+        self._watcher.join()
+        for member in self.members.values():
+            member.server.close()
+
+    def _bring_up(self, member: Member) -> None:
+        """Into service with the current weights, or put aside."""
+        with member.loading:
+            try:
+                info = member.server.info()
+                self._check_fit(member.state.url, info.max_length, info.takes_weights)
+                while not self._in_service(member, self._load(member), info.max_requests):
+                    pass
+            except ServerFailure as error:
+                with self._change:
+                    self.put_aside(member, str(error))
+
+    def _load(self, member: Member) -> Identity | None:
+        target = self._target
+        if target is not None and self._root is not None:
+            paused = member.server.load(self._root, target)
+            member.counters.paused_seconds += paused
+            member.counters.updates += paused > 0
+        return target
+
+    def _in_service(self, member: Member, loaded: Identity | None, capacity: int) -> bool:
+        """False when there are newer weights by now."""
+        with self._change:
+            if loaded != self._target:
+                return False
+            member.held = loaded
+            member.state = routing.came_up(member.state, capacity)
+            self._change.notify_all()
+            return True
+
+    def _check_fit(self, url: str, max_length: int, takes_weights: bool) -> None:
+        if max_length < self._max_length:
+            raise ServerFailure(
+                f"{url} has a context of {max_length} tokens and {self._max_length} are needed: "
+                f"start it with --max-model-len {self._max_length}"
+            )
+        if self._root is not None and not takes_weights:
+            raise ServerFailure(
+                f"{url} was started without this project's plug-in and takes no weights: start "
+                "it with `python -m manus_jax.serve`"
+            )
+
+    def _watch(self) -> None:
+        """Tries again what is out of service, and looks whether what is in service is well."""
+        busy: dict[Member, Future[None]] = {}
+        looked_at = time.monotonic()
+        with ThreadPoolExecutor(8, "vllm-watch") as threads:
+            while not self._closing:
+                now = time.monotonic()
+                look = now - looked_at >= self._settings.check_every
+                looked_at = now if look else looked_at
+                with self._change:
+                    idle = [m for m in self.members.values() if m not in busy]
+                for member in idle:
+                    if routing.due(member.state, now):
+                        busy[member] = threads.submit(self._bring_up, member)
+                    elif look and member.state.ready:
+                        busy[member] = threads.submit(self._look_at, member)
+                with self._change:
+                    if not self._closing:
+                        self._change.wait(0.05)
+                busy = {member: future for member, future in busy.items() if not future.done()}
+
+    def _look_at(self, member: Member) -> None:
+        problem = self.problem_of(member)
+        with self._change:
+            if problem is not None and member.state.ready:
+                self.put_aside(member, problem)

@@ -1,0 +1,171 @@
+"""A server on the loopback that answers as vLLM 0.32 was seen to, and does what a test tells it.
+
+Its tokens are made up: token i of a generation is `(seed + i) % 50 + version`. What it was asked is
+kept in `calls`. It holds generations while `gate` is closed, so that tests can look at them in
+flight, and it fetches versions with the real reader.
+"""
+
+import contextlib
+import json
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from manus_jax.weights.manifest import WeightsError
+from manus_jax.weights.mirror import Mirror
+
+
+class LoopbackServer:
+    def __init__(self, scratch, max_model_len=64, slots=4, logprobs_mode="processed_logprobs"):
+        self.max_model_len, self.slots, self.logprobs_mode = max_model_len, slots, logprobs_mode
+        self.backend = "manus_jax"
+        self.calls, self.requests = [], []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.running = threading.Semaphore(0)  # released once for every generation that began
+        self.failing = {}  # path → status to answer with
+        self.aborted = set()
+        self.cut_off = False  # close connections instead of answering
+        self.paused = False
+        self._scratch = scratch
+        self.restart()
+        handler = type("Handler", (_Handler,), {"owner": self})
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def restart(self):
+        """Forgets everything that it was given."""
+        self.label, self.mirror, self.problem = "default", Mirror(self._scratch), None
+
+    def close(self):
+        self.gate.set()
+        self._http.shutdown()
+        self._http.server_close()
+
+    def answer(self, path, body):
+        self.calls.append(path.partition("?")[0])
+        if path in self.failing:
+            return self.failing[path], {"error": {"message": "made to fail"}}
+        name = path.partition("?")[0].strip("/").replace("/", "_")
+        return getattr(self, f"_{name}")(body)
+
+    def _health(self, _):
+        return 200, None
+
+    def _v1_models(self, _):
+        return 200, {"data": [{"id": "policy", "max_model_len": self.max_model_len}]}
+
+    def _server_info(self, _):
+        config = {
+            "model_config": {"logprobs_mode": self.logprobs_mode},
+            "scheduler_config": {"max_num_seqs": self.slots},
+            "weight_transfer_config": self.backend and {"backend": self.backend},
+        }
+        return 200, {"vllm_config": config}
+
+    def _weight_info(self, _):
+        return 200, {"weight_version": self.label}
+
+    def _collective_rpc(self, body):
+        if body["method"] == "fetch_weights":
+            self.problem = None
+            try:
+                self.mirror.advance(Path(body["kwargs"]["directory"]), body["kwargs"]["number"])
+            except WeightsError as error:
+                self.problem = str(error)
+            return 200, {"results": [None]}
+        held = self.mirror.held and {"number": self.mirror.held.number, "id": self.mirror.held.id}
+        return 200, {"results": [{"busy": False, "error": self.problem, "held": held}]}
+
+    def _pause(self, _):
+        self.paused = True
+        return 200, {"status": "paused"}
+
+    def _start_weight_update(self, _):
+        return 200, {"message": "Weight update started"}
+
+    def _update_weights(self, body):
+        assert self.paused
+        assert self.mirror.held.id == body["update_info"]["id"]
+        return 200, {"message": "Weights updated"}
+
+    def _finish_weight_update(self, body):
+        self.label = body["weight_version"]
+        return 200, {"message": "Weight update finished"}
+
+    def _reset_prefix_cache(self, _):
+        return 200, {"success": True}
+
+    def _resume(self, _):
+        self.paused = False
+        return 200, {"status": "resumed"}
+
+    def _inference_v1_abort_requests(self, body):
+        self.aborted |= set(body["request_ids"])
+        self.gate.set()
+        return 200, None
+
+    def _inference_v1_generate(self, body):
+        self.requests.append(body)
+        began = self.label
+        self.running.release()
+        self.gate.wait(30)
+        if body["token_ids"][0] == 13:
+            return 400, {"error": {"message": "Token id 13 is out of vocabulary", "code": 400}}
+        if f"generate-tokens-{body['request_id']}" in self.aborted:
+            return 200, {"choices": [_choice([], "abort", [])]}
+        how = body["sampling_params"]
+        version = 0 if began == "default" else int(began.split("-")[0])
+        ids = [(how["seed"] + i) % 50 + version for i in range(how["max_tokens"])]
+        spans = [{"version": began, "start": 0, "end": len(ids)}]
+        if self.label != began:
+            half = len(ids) // 2
+            spans = [
+                {"version": began, "start": 0, "end": half},
+                {"version": self.label, "start": half, "end": len(ids)},
+            ]
+        return 200, {"choices": [_choice(ids, "length", spans)]}
+
+
+def _choice(ids, reason, spans):
+    content = [{"token_id": i, "logprob": -i / 100, "rank": 1} for i in ids]
+    return {
+        "index": 0,
+        "finish_reason": reason,
+        "stop_reason": None,
+        "token_ids": ids,
+        "weight_versions": spans,
+        "logprobs": {"content": content},
+    }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: LoopbackServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self._answer(None)
+
+    def do_POST(self):
+        length = int(self.headers.get("Content-Length") or 0)
+        self._answer(json.loads(self.rfile.read(length) or "null"))
+
+    def _answer(self, body):
+        if not self.owner.cut_off:
+            status, content = self.owner.answer(self.path, body)
+        if self.owner.cut_off:
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        data = b"" if content is None else json.dumps(content).encode()
+        with contextlib.suppress(OSError):  # the client may be gone by now
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
