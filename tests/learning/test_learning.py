@@ -1,0 +1,93 @@
+"""Training makes an agent better, and only because of its reward.
+
+The agent begins by pulling levers almost at random (one in nine episodes is won so). GRPO and PPO
+find the right ones out; with a reward that has nothing to do with what the agent did they do not.
+"""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from manus_jax import train
+from manus_jax.rewards import register_reward
+
+HERE = Path(__file__).parent
+SETTINGS = (
+    "env.names = ['lever_env']",
+    "train.batch_size = 9",
+    "train.group_size = 8",
+    "train.total_steps = 30",
+    "train.test_freq = 30",
+    "train.save_freq = 30",
+    "train.val_tasks = 36",
+    "train.val_temperature = 1.0",
+    "train.export = False",
+    "rollout.max_turns = 2",
+    "rollout.max_tokens_per_turn = 6",
+    "rollout.max_total_tokens = 96",
+    "rollout.prompt_source = 'observation'",
+    "rollout.action_format = 'raw'",
+    "engine.slots = 80",
+    "data.max_length = 128",
+    "data.rows = 8",
+    "mesh.data = -1",
+    "mesh.fsdp = 1",
+    "warm_start.steps = 80",
+    "warm_start.traces = 90",
+    "warm_start.random_share = 0.9",
+    "warm_start.batch_size = 30",
+    "warm_start.lr = 0.01",
+    "scratch.vocab_size = 320",
+    "scratch.hidden_size = 32",
+    "scratch.intermediate_size = 64",
+    "scratch.num_layers = 2",
+    "scratch.num_heads = 2",
+    "scratch.num_kv_heads = 2",
+    "scratch.head_dim = 16",
+    "optimizer.lr = 0.003",
+    "algorithm.old_log_probs = 'bypass'",
+    "algorithm.kl_placement = 'none'",
+    "algorithm.kl_coef = 0.0",
+    "algorithm.critic_lr = 0.003",
+)
+
+
+@pytest.fixture(autouse=True)
+def lever_env(monkeypatch):
+    """The environment's module, for this process and for the server that it starts."""
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    import lever_env  # noqa: F401
+
+
+LOTS = random.Random(0)
+
+
+@register_reward("by_lot")
+def by_lot(solution_str, ground_truth, **kwargs):
+    return float(LOTS.random() < 0.3)
+
+
+def won_before_and_after(run_dir, *more):
+    params = (*SETTINGS, f"train.run_dir = '{run_dir}'", *more)
+    train.main([f"--gin_param={param}" for param in params])
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return lines[0]["val/success_rate"], lines[-1]["val/success_rate"]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_the_reward_rises(tmp_path, recipe, seed):
+    more = (f"algorithm.recipe = '{recipe}'", f"train.seed = {seed}")
+    before, after = won_before_and_after(tmp_path, *more)
+    assert before < 0.5
+    assert after > before + 0.3
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_a_reward_that_is_drawn_by_lot_teaches_nothing(tmp_path, recipe):
+    more = (f"algorithm.recipe = '{recipe}'", "algorithm.reward = 'by_lot'")
+    before, after = won_before_and_after(tmp_path, *more)
+    assert after < before + 0.2
