@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from manus_jax.rollout.engine import EngineError, Generation, Request
 from manus_jax.rollout.sampling import problem_with
 from manus_jax.rollout.vllm_fleet import Fleet, Member, PoolSettings
 from manus_jax.rollout.vllm_server import RequestRefused, ServerFailure, VllmServer
+from manus_jax.weights.manifest import Identity
 
 
 class WeightPublisher(Protocol):
@@ -31,8 +32,6 @@ class WeightPublisher(Protocol):
     root: Path
 
     def publish(self, params: Any, version: int) -> Any: ...
-
-    def close(self) -> None: ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,8 +53,9 @@ class VllmPool:
       max_length: tokens that a prompt and its generation may have together; a server whose context
         is shorter does not serve.
       publisher: takes new weights. Without it the servers keep the weights that they have, which
-        are called `version`.
-      params, version: the first weights, and their number.
+        are called version 0.
+      target: what was published last, the first weights.
+      closing: called, the last first, when the pool is closed.
     """
 
     def __init__(
@@ -64,14 +64,15 @@ class VllmPool:
         max_length: int,
         *,
         publisher: WeightPublisher | None = None,
-        params: Any = None,
-        version: int = 0,
+        target: Identity | None = None,
         settings: PoolSettings | None = None,
+        closing: Sequence[Callable[[], None]] = (),
     ) -> None:
         self._settings = settings or PoolSettings()
         self._max_length = max_length
         self._publisher = publisher
-        self._version = version
+        self._version = 0 if target is None else target.number
+        self._closing = list(closing)
         # All below is under this lock, and whoever changes it tells the others.
         self._change = threading.Condition()
         self._homes: dict[str, str] = {}
@@ -85,7 +86,7 @@ class VllmPool:
             urls,
             max_length,
             None if publisher is None else publisher.root,
-            None if publisher is None else publisher.publish(params, version).identity,
+            target,
             self._settings,
             self._change,
             self._server_went_down,
@@ -95,6 +96,7 @@ class VllmPool:
         try:
             self._fleet.await_service()
         except EngineError:
+            self._closing.clear()  # nothing was handed over yet
             self.close()
             raise
 
@@ -167,8 +169,8 @@ class VllmPool:
             _fail(job, "the engine is closed")
         self._dispatcher.join()
         self._fleet.close()
-        if self._publisher is not None:
-            self._publisher.close()
+        while self._closing:
+            self._closing.pop()()
 
     def metrics(self) -> dict[str, float]:
         """What goes on now, and per server what was done since it joined."""

@@ -13,10 +13,11 @@ from manus_jax.agentgym.table import environment
 from manus_jax.config import ConfigError
 from manus_jax.models.transformer import Params
 from manus_jax.rollout.actions import format_for
-from manus_jax.rollout.engine import Engine, Sampling
+from manus_jax.rollout.engine import Engine, EngineError, Sampling
 from manus_jax.rollout.jax_engine import JaxEngine
 from manus_jax.rollout.prompts import PromptSettings
 from manus_jax.rollout.settings import RolloutSettings
+from manus_jax.rollout.vllm_options import open_vllm, parse_options
 from manus_jax.runtime.policy_source import PolicySource
 from manus_jax.settings import EngineSettings, EnvSettings, RolloutGroup
 
@@ -117,13 +118,32 @@ def _embedded(
     )
 
 
+@register_engine("vllm")
+def _vllm_pool(
+    source: PolicySource, params: Params, settings: EngineSettings, max_length: int
+) -> Engine:
+    return open_vllm(
+        source.card,
+        params,
+        settings.options,
+        slots=settings.slots,
+        dtype=settings.dtype,
+        max_length=max_length,
+    )
+
+
 def check_engine(settings: EngineSettings) -> None:
-    """Raises for an engine that does not exist, and for options that the embedded one has not."""
+    """Raises for an engine that does not exist, and for options that one of ours has not."""
     if settings.name not in ENGINES:
         raise ConfigError(f"engine.name = {settings.name!r}; there are {', '.join(ENGINES)}")
     if settings.name == "jax" and settings.options:
         option = next(iter(settings.options))
         raise ConfigError(f"engine.options has {option!r}, and the engine 'jax' has no options")
+    if settings.name == "vllm":
+        try:
+            parse_options(settings.options)
+        except EngineError as error:
+            raise ConfigError(str(error)) from None
 
 
 @contextlib.contextmanager

@@ -38,14 +38,20 @@ def servers(tmp_path):
 
 @pytest.fixture
 def pool(servers, tmp_path):
-    with_weights = Publisher(tmp_path / "weights", CARD)
     urls = [server.url for server in servers]
-    pool = VllmPool(urls, 64, publisher=with_weights, params=model(), version=3, settings=SETTINGS)
+    pool = VllmPool(urls, 64, **published(tmp_path), settings=SETTINGS)
     wait_until(lambda: pool.metrics()["servers_ready"] == len(urls), pool)
     yield pool
     for server in servers:
         server.gate.set()
     pool.close()
+
+
+def published(tmp_path):
+    """Version 3 of a small model, and who publishes the next."""
+    publisher = Publisher(tmp_path / "weights", CARD)
+    target = publisher.publish(model(), 3).identity
+    return {"publisher": publisher, "target": target, "closing": [publisher.close]}
 
 
 def wait_until(condition, pool):
@@ -310,21 +316,15 @@ def test_a_server_that_does_not_fit_is_named_with_what_to_do(tmp_path, change, m
         setattr(server, name, value)
     settings = dataclasses.replace(SETTINGS, patience=0.3)
     with pytest.raises(EngineError, match=message):
-        VllmPool(
-            [server.url],
-            64,
-            publisher=Publisher(tmp_path / "weights", CARD),
-            params=model(),
-            settings=settings,
-        )
+        VllmPool([server.url], 64, **published(tmp_path), settings=settings)
     server.close()
 
 
 def test_without_a_publisher_servers_keep_their_weights(tmp_path):
     server = LoopbackServer(tmp_path)
     server.backend = None
-    pool = VllmPool([server.url], 64, version=7, settings=SETTINGS)
-    assert pool.submit(ask()).result(20).versions == (7,) * 4
+    pool = VllmPool([server.url], 64, settings=SETTINGS)
+    assert pool.submit(ask()).result(20).versions == (0,) * 4
     with pytest.raises(EngineError, match="no directory for weights"):
         pool.update_weights(model(), 8)
     assert "/pause" not in server.calls

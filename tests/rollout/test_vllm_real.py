@@ -1,0 +1,192 @@
+"""The pool and its plug-in against vLLM itself, on CPU: the numbers are those of transformers.
+
+Needs an interpreter that has vLLM, named in MANUS_JAX_VLLM_PYTHON. One server serves all tests, of
+a model whose embedding is tied to its head, which is the harder case on CPU.
+"""
+
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from manus_jax.chat import train_tokenizer
+from manus_jax.models import huggingface
+from manus_jax.models.architecture import Architecture
+from manus_jax.models.transformer import Compute, Transformer, init_params
+from manus_jax.rollout.engine import EngineError, Request, Sampling
+from manus_jax.rollout.vllm_options import open_vllm
+from manus_jax.weights.manifest import version_directory
+
+PYTHON = os.environ.get("MANUS_JAX_VLLM_PYTHON")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        not PYTHON, reason="MANUS_JAX_VLLM_PYTHON does not name an interpreter that has vLLM"
+    ),
+]
+ARCH = Architecture(
+    "qwen2", 320, 128, 256, 2, 4, 2, 32, qkv_bias=True, initializer_range=0.1, max_positions=512
+)
+PROMPT = tuple(range(5, 25))
+LONG_PROMPT = tuple(5 + n % 250 for n in range(400))
+
+
+class Trained:
+    """A pool, and the weights that it holds."""
+
+    def __init__(self, root):
+        self.root = root
+        tokenizer = root / "tokenizer"
+        tokenizer.mkdir()
+        train_tokenizer(["the quick brown fox jumps over the lazy dog"] * 3, 300, tokenizer)
+        self.card = huggingface.new_card(ARCH, tokenizer)
+        self.params = init_params(Transformer, ARCH, Compute(), 0)
+        options = {
+            "servers": 1,
+            "python": PYTHON,
+            "weights_dir": str(root / "weights"),
+            "vllm_arguments": ["--enforce-eager"],
+        }
+        self.pool = open_vllm(
+            self.card, self.params, options, slots=8, dtype="float32", max_length=512
+        )
+
+    def train(self, share=1.0):
+        """Other weights: that share of them moves."""
+        version = self.pool.version + 1
+        rng = np.random.default_rng(version)
+        moved = lambda x: np.where(rng.random(x.shape) < share, x * 1.3 + 0.02, x)
+        self.params = jax.tree.map(
+            lambda x: jax.device_put(moved(np.asarray(x)).astype(np.float32)), self.params
+        )
+        self.pool.update_weights(self.params, version)
+        return version
+
+    def expected(self, prompt, generation, temperature):
+        """Log-probs of the generated tokens, as transformers computes them."""
+        torch = pytest.importorskip("torch")
+        from transformers import AutoModelForCausalLM
+
+        directory = self.root / f"hf-{self.pool.version}"
+        if not directory.exists():
+            huggingface.save_hf(self.params, self.card, directory)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        ids = torch.tensor([[*prompt, *generation.token_ids]])
+        with torch.no_grad():
+            log_probs = torch.log_softmax(model(ids).logits[0] / temperature, -1)
+        places = range(len(prompt) - 1, ids.shape[1] - 1)
+        return [float(log_probs[place, ids[0, place + 1]]) for place in places]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    before = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    trained = Trained(tmp_path_factory.mktemp("vllm"))
+    yield trained
+    trained.pool.close()
+    if before is None:
+        del os.environ["VLLM_CPU_KVCACHE_SPACE"]
+
+
+def ask(prompt=PROMPT, seed=1, tokens=16, temperature=1.0, **how):
+    sampling = Sampling(max_tokens=tokens, temperature=temperature, **how)
+    return Request(prompt, sampling, seed, f"{prompt[:3]}")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_the_distribution_that_is_sampled_from(trained, temperature):
+    made = trained.pool.submit(ask(temperature=temperature)).result(120)
+    assert made.versions == (trained.pool.version,) * 16
+    np.testing.assert_allclose(
+        made.log_probs, trained.expected(PROMPT, made, temperature), atol=1e-4
+    )
+
+
+def test_a_seed_fixes_what_is_sampled(trained):
+    made = [trained.pool.submit(ask(seed=seed)).result(120).token_ids for seed in (3, 3, 4)]
+    assert made[0] == made[1] != made[2]
+
+
+def test_it_stops_at_the_stop_ids_and_keeps_the_stop_token(trained):
+    whole = trained.pool.submit(ask(seed=6)).result(120)
+    stop = whole.token_ids[5]
+    cut = trained.pool.submit(ask(seed=6, stop_ids=(stop,))).result(120)
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+    assert whole.finish_reason == "length"
+
+
+@pytest.mark.parametrize("share", [1.0, 0.01])
+def test_new_weights_are_the_ones_that_sample(trained, share):
+    trained.pool.submit(ask(LONG_PROMPT)).result(120)  # its keys and values are cached now
+    version = trained.train(share)
+    for prompt in (PROMPT, LONG_PROMPT):
+        made = trained.pool.submit(ask(prompt)).result(120)
+        assert made.versions == (version,) * 16
+        np.testing.assert_allclose(made.log_probs, trained.expected(prompt, made, 1.0), atol=1e-4)
+
+
+def test_a_small_change_travels_as_a_small_file(trained):
+    version = trained.train(0.001)
+    directory = version_directory(trained.root / "weights" / "versions", version)
+    parameters = sum(x.nbytes for x in jax.tree.leaves(trained.params))
+    assert (directory / "delta.safetensors").stat().st_size < 0.03 * parameters
+
+
+def test_a_generation_in_flight_goes_on_with_the_new_weights(trained):
+    future = trained.pool.submit(ask(tokens=450))
+    while not trained.pool.metrics()["in_flight"]:
+        pass
+    before = trained.pool.version
+    after = trained.train()
+    made = future.result(120)
+    assert len(made.token_ids) == 450
+    assert set(made.versions) <= {before, after}
+    assert made.versions[-1] == after
+    assert list(made.versions) == sorted(made.versions)
+
+
+def test_a_cancelled_generation_ends_on_the_server(trained):
+    future = trained.pool.submit(ask(tokens=450))
+    while not trained.pool.metrics()["in_flight"]:
+        pass
+    assert future.cancel()
+    assert trained.pool.submit(ask()).result(120).token_ids
+
+
+def test_a_request_that_vllm_refuses_fails_at_once(trained):
+    with pytest.raises(EngineError, match="out of vocabulary"):
+        trained.pool.submit(ask((1, 99_999))).result(120)
+    assert trained.pool.submit(ask()).result(120).token_ids
+
+
+def test_a_damaged_version_is_not_loaded_and_the_old_one_goes_on(trained):
+    pool = trained.pool
+    held = next(iter(pool._fleet.members.values())).server
+    published = pool._publisher.publish(jax.tree.map(lambda x: x + 1, trained.params), 1000)
+    file = version_directory(pool._publisher.root, 1000) / "delta.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 16
+    file.write_bytes(data)
+    with pytest.raises(EngineError, match="is damaged"):
+        held.load(pool._publisher.root, published.identity)
+    made = pool.submit(ask()).result(120)
+    np.testing.assert_allclose(made.log_probs, trained.expected(PROMPT, made, 1.0), atol=1e-4)
+    data[len(data) // 2] ^= 16
+    file.write_bytes(data)
+
+
+def test_a_killed_server_comes_back_with_the_current_weights(trained):
+    pool = trained.pool
+    version = pool.version
+    (servers,) = [c.__self__ for c in pool._closing if hasattr(c.__self__, "pids")]
+    (pid,) = servers.pids
+    os.killpg(pid, signal.SIGKILL)
+    made = pool.submit(ask()).result(600)
+    assert made.versions == (version,) * 16
+    np.testing.assert_allclose(made.log_probs, trained.expected(PROMPT, made, 1.0), atol=1e-4)
+    assert servers.pids != [pid]
