@@ -1,18 +1,24 @@
 """`python -m manus_jax.publish RUN --to DIR`: a run's checkpoints as versions for servers.
 
 Publishes the newest checkpoint; with --follow it goes on with every new one until it is stopped.
+Servers named with --server are brought to each version, and with --follow kept there: one that is
+restarted gets the newest again.
 """
 
 import argparse
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from manus_jax import command
 from manus_jax.models.huggingface import ModelCard
+from manus_jax.rollout.engine import EngineError
+from manus_jax.rollout.vllm_fleet import Fleet, PoolSettings
 from manus_jax.runtime import checkpoints
 from manus_jax.runtime.policy_source import load_step
-from manus_jax.weights.manifest import published_versions
+from manus_jax.weights.manifest import Identity, published_versions
+from manus_jax.weights.mirror import newest
 from manus_jax.weights.publisher import Published, Publisher
 
 
@@ -49,6 +55,24 @@ def publish_run(
             publisher.close()
 
 
+def serving(servers: list[str], to: Path) -> Fleet | None:
+    """The servers on their way to the newest version in `to`; None while there is none."""
+    target = newest(to)
+    if target is None or not servers:
+        return None
+    change = threading.Condition()
+    return Fleet(servers, 1, to, target, PoolSettings(), change, lambda member, problem: None)
+
+
+def await_all(fleet: Fleet, target: Identity | None) -> None:
+    """Until every server holds the version; EngineError for the first that cannot."""
+    for member in fleet.members.values():
+        while member.held != target:
+            if member.state.failures_in_a_row > 2:
+                raise EngineError(member.state.problem)
+            time.sleep(0.05)
+
+
 def describe(published: Published) -> str:
     parts = [f"version {published.identity.number}"]
     parts.append(f"{published.changed} of {published.elements} weights changed")
@@ -68,10 +92,24 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--snapshot-every", type=int, default=20, help="versions from one snapshot to the next"
     )
+    parser.add_argument(
+        "--server", action="append", default=[], help="a vLLM server's URL; may be repeated"
+    )
     args = parser.parse_args(arguments)
     poll = args.poll if args.follow else None
-    for published in publish_run(args.run, args.to, poll, args.snapshot_every):
-        print(describe(published), flush=True)
+    fleet = serving(args.server, args.to)
+    try:
+        for published in publish_run(args.run, args.to, poll, args.snapshot_every):
+            print(describe(published), flush=True)
+            if fleet is None:
+                fleet = serving(args.server, args.to)
+            else:
+                fleet.update(published.identity)
+        if fleet is not None:
+            await_all(fleet, newest(args.to))
+    finally:
+        if fleet is not None:
+            fleet.close()
 
 
 if __name__ == "__main__":

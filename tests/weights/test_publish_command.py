@@ -2,15 +2,20 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from published_models import CARD, changed, copies, exported, model
 
 from manus_jax.publish import main, publish_run
+from manus_jax.rollout.engine import EngineError
 from manus_jax.runtime import checkpoints
 from manus_jax.runtime.checkpoints import CheckpointError
 from manus_jax.weights.manifest import published_versions
 from manus_jax.weights.mirror import Mirror
+
+sys.path.append(str(Path(__file__).parent.parent / "rollout"))
+from vllm_loopback import LoopbackServer
 
 
 def save_step(run, step, params):
@@ -61,3 +66,26 @@ def test_a_mistake_is_one_line(tmp_path):
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1
     assert str(to) in ended.stderr
+
+
+def test_servers_are_brought_to_what_is_published(tmp_path):
+    run, to = tmp_path / "run", tmp_path / "weights"
+    servers = [LoopbackServer(tmp_path) for _ in range(2)]
+    named = [part for server in servers for part in ("--server", server.url)]
+    for step in (2, 3):
+        save_step(run, step, model(step))
+        main([str(run), "--to", str(to), *named])
+        assert [server.label.split("-")[0] for server in servers] == [str(step)] * 2
+    for server in servers:
+        server.restart()
+    main([str(run), "--to", str(to), *named])  # nothing new, but they hold something else
+    assert [server.label.split("-")[0] for server in servers] == ["3", "3"]
+    for server in servers:
+        server.close()
+
+
+def test_a_server_that_cannot_be_reached_is_named(tmp_path):
+    run, to = tmp_path / "run", tmp_path / "weights"
+    save_step(run, 2, model())
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9 does not answer"):
+        main([str(run), "--to", str(to), "--server", "http://127.0.0.1:9"])
