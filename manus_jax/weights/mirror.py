@@ -9,7 +9,6 @@ lost the race with pruning leaves the mirror as it was.
 import contextlib
 import dataclasses
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +31,8 @@ from manus_jax.weights.tensor_file import TensorFileReader
 
 
 class TensorStore:
-    """Tensors by name in one mapped file, which goes with the store."""
+    """Tensors by name in one mapped file, which has no name and so goes with the store, even when
+    the process is killed."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], directory: Path) -> None:
         self.specs = dict(specs)
@@ -41,19 +41,16 @@ class TensorStore:
         for name, spec in self.specs.items():
             self._offsets[name] = total
             total += -(-spec.nbytes // 8) * 8
-        handle, path = tempfile.mkstemp(prefix="weights-", dir=directory)
-        self._path = Path(path)
+        total = max(1, total)
         try:
-            # Blocks that are reserved now cannot be missing when a mapped page is written.
-            os.posix_fallocate(handle, 0, max(1, total))
-            self._raw = np.memmap(path, np.uint8, "r+", shape=(max(1, total),))
+            with tempfile.TemporaryFile(prefix="weights-", dir=directory) as file:
+                # Blocks that are reserved now cannot be missing when a mapped page is written.
+                os.posix_fallocate(file.fileno(), 0, total)
+                self._raw = np.memmap(file, np.uint8, "r+", shape=(total,))
         except OSError as error:
-            self._path.unlink()
             raise WeightsError(
                 f"no room for {total} bytes of weights in {directory} ({error.strerror})"
             ) from None
-        finally:
-            os.close(handle)
 
     def raw(self, name: str) -> np.ndarray:
         """A tensor's bytes, `[bytes]`; a view."""
@@ -63,9 +60,6 @@ class TensorStore:
     def elements(self, name: str) -> np.ndarray:
         """A tensor as unsigned integers, `[elements]`; a view."""
         return delta.elements(self.raw(name), self.specs[name])
-
-    def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +78,13 @@ class _Changes:
 
 
 class Mirror:
-    """A copy of one version at a time, in files below `scratch` (by default a directory of the
-    system's for temporary files). Belongs to one thread."""
+    """A copy of one version at a time, on the disk of `scratch` (by default the system's directory
+    for temporary files). Belongs to one thread."""
 
     def __init__(self, scratch: Path | None = None) -> None:
         if scratch is not None:
             scratch.mkdir(parents=True, exist_ok=True)
-        self.directory = Path(tempfile.mkdtemp(prefix="manus-jax-weights-", dir=scratch))
+        self.directory = scratch or Path(tempfile.gettempdir())
         self.held: Identity | None = None
         self.store: TensorStore | None = None
 
@@ -104,39 +98,23 @@ class Mirror:
             return frozenset()
         store = self.store if snapshot is None else self._load(root, snapshot)
         assert store is not None
-        try:
-            changes = [_read_delta(root, manifest, store) for manifest in deltas]
-        except BaseException:
-            if snapshot is not None:
-                store.remove()
-            raise
+        changes = [_read_delta(root, manifest, store) for manifest in deltas]
         changed = frozenset(store.specs) if snapshot is not None else frozenset[str]()
         for change in changes:
             changed |= change.apply(store)
-        if snapshot is not None:
-            self.replace(store)
+        self.store = store
         self.held = (deltas[-1] if deltas else snapshot).identity  # type: ignore[union-attr]
         return changed
 
-    def replace(self, store: TensorStore | None) -> None:
-        if self.store is not None:
-            self.store.remove()
-        self.store = store
-
     def close(self) -> None:
         self.held = self.store = None
-        shutil.rmtree(self.directory, ignore_errors=True)
 
     def _load(self, root: Path, manifest: Manifest) -> TensorStore:
         store = TensorStore(manifest.tensors, self.directory)
         path = version_directory(root, manifest.identity.number) / FULL
-        try:
-            with TensorFileReader(path, manifest.files[FULL]) as file:
-                for name in manifest.tensors:
-                    store.raw(name)[:] = file.read(name)
-        except BaseException:
-            store.remove()
-            raise
+        with TensorFileReader(path, manifest.files[FULL]) as file:
+            for name in manifest.tensors:
+                store.raw(name)[:] = file.read(name)
         return store
 
 

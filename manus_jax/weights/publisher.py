@@ -137,7 +137,7 @@ class Publisher:
     ) -> Published:
         snapshot = base is None or self._since_snapshot + 1 >= self._snapshot_every
         if base is None:
-            self._last.replace(TensorStore(self._specs, self._last.directory))
+            self._last.store = TensorStore(self._specs, self._last.directory)
         store = self._last.store
         assert store is not None
         work.mkdir()

@@ -48,7 +48,6 @@ class Trained:
             "servers": 1,
             "python": PYTHON,
             "weights_dir": str(root / "weights"),
-            "vllm_arguments": ["--enforce-eager"],
         }
         self.pool = open_vllm(
             self.card, self.params, options, slots=8, dtype="float32", max_length=512
@@ -128,6 +127,17 @@ def test_new_weights_are_the_ones_that_sample(trained, share):
         made = trained.pool.submit(ask(prompt)).result(120)
         assert made.versions == (version,) * 16
         np.testing.assert_allclose(made.log_probs, trained.expected(prompt, made, 1.0), atol=1e-4)
+
+
+def test_many_long_prompts_at_once_are_all_served(trained):
+    """More prompt tokens than vLLM takes in one step, with seeds, which once ended its engine."""
+    prompts = [tuple(5 + (n * k) % 250 for n in range(400)) for k in range(1, 13)]
+    futures = [trained.pool.submit(ask(prompt, seed=n)) for n, prompt in enumerate(prompts)]
+    made = [future.result(300) for future in futures]
+    assert all(len(generation.token_ids) == 16 for generation in made)
+    again = trained.pool.submit(ask(prompts[7], seed=7)).result(120)
+    assert again.token_ids == made[7].token_ids
+    np.testing.assert_allclose(again.log_probs, made[7].log_probs, atol=1e-4)
 
 
 def test_a_small_change_travels_as_a_small_file(trained):
