@@ -1,0 +1,57 @@
+"""A learner of several processes publishes what one would."""
+
+import os
+import socket
+import subprocess
+import sys
+
+from published_models import copies, exported, model
+
+from manus_jax.weights.mirror import Mirror
+
+_PROCESS = """
+import sys
+from pathlib import Path
+import jax
+import numpy as np
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from published_models import ARCH, CARD, model
+from manus_jax.learner.mesh import make_mesh, param_shardings
+from manus_jax.models.transformer import Compute, Transformer, abstract_model
+from manus_jax.weights.publisher import Publisher
+
+params = jax.tree.map(np.asarray, model())
+_, shapes = abstract_model(Transformer, ARCH, Compute())
+shardings = param_shardings(shapes, make_mesh(1, 2, 1))
+place = lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index])
+placed = jax.tree.map(place, params, shardings)
+assert not all(x.is_fully_addressable for x in jax.tree.leaves(placed))
+publisher = Publisher(Path(sys.argv[3]), CARD)
+published = publisher.publish(placed, 5)
+assert (published is None) == (jax.process_index() == 1)
+publisher.close()
+"""
+
+
+def test_tensors_that_lie_on_two_hosts_are_published_whole(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    here = os.path.dirname(__file__)
+    environment = {**os.environ, "PYTHONPATH": here, "XLA_FLAGS": ""}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PROCESS, address, str(number), str(tmp_path / "weights")],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors[-2000:]
+    mirror = Mirror(tmp_path)
+    mirror.advance(tmp_path / "weights", 5)
+    assert copies(mirror) == exported(model(), tmp_path / "hf")
