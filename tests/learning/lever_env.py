@@ -1,10 +1,13 @@
 """A bandit of two turns: one of three levers is right in the first, another one in the second."""
 
+import random
+
 from envs.game import EnvironmentSpec, Move, Step, fixed_splits
 from manus_jax.agentgym.prompts import EnvironmentPrompt, Example
 from manus_jax.agentgym.registration import register_environment
 from manus_jax.agentgym.rewards import Meaning, RewardRule
 from manus_jax.agentgym.table import EnvironmentRow
+from manus_jax.rewards import register_reward
 
 LEVERS = ("pull one", "pull two", "pull three")
 RIGHT = ("pull two", "pull three")
@@ -60,3 +63,10 @@ register_environment(
     ),
     spec="lever_env:SPEC",
 )
+
+LOTS = random.Random(0)
+
+
+@register_reward("by_lot")
+def by_lot(solution_str, ground_truth, **kwargs):
+    return float(LOTS.random() < 0.3)

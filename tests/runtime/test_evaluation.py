@@ -3,14 +3,12 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from manus_jax import command, convert, evaluate
 from manus_jax.agentgym.processes import ServerProcess
@@ -38,6 +36,8 @@ from manus_jax.runtime.evaluation import evaluate_policy, evaluation_of
 from manus_jax.runtime.panels import Panel, split_tasks
 from manus_jax.settings import ScratchSettings
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 SMALL = ScratchSettings(
     vocab_size=400, hidden_size=32, intermediate_size=64, num_layers=2, head_dim=8
 )
@@ -58,23 +58,6 @@ def arguments(out_dir: Path, policies: list[str], *more: str) -> list[str]:
 
 def played(out_dir: Path, name: str) -> list[Trajectory]:
     return trajectories(list(read_trajectories(out_dir / "trajectories" / f"{name}.jsonl")))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Every engine of this file has the same shapes; only the first one has to compile."""
-    names = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in names.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ from manus_jax import command, train
 from manus_jax.rollout.trajectory import Trajectory
 from manus_jax.rollout.trajectory_files import read_trajectories
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 ROOT = Path(__file__).parents[2]
 SMALL = (
     "env.names = ['maze']",
