@@ -91,7 +91,7 @@ def _episode(trajectory: Trajectory) -> RenderableType:
 def _spoken(trajectory: Trajectory) -> Iterator[Text]:
     yield Text(_shortened(trajectory.first_observation), style="dim")
     for turn in trajectory.turns:
-        yield Text(_shortened(turn.text), style="bold")
+        yield Text(f"▶ {_shortened(turn.text)}", style="bold")
         yield Text(_shortened(turn.observation), style="dim")
 
 
