@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from manus_jax.rollout import vllm_routing as routing
@@ -212,27 +212,33 @@ class Fleet:
 
     def _watch(self) -> None:
         """Tries again what is out of service, and looks whether what is in service is well."""
-        busy: dict[Member, Future[None]] = {}
+        busy: dict[Member, threading.Thread] = {}
         looked_at = time.monotonic()
-        with ThreadPoolExecutor(8, "vllm-watch") as threads:
-            while not self._closing:
-                now = time.monotonic()
-                look = now - looked_at >= self._settings.check_every
-                looked_at = now if look else looked_at
-                with self._change:
-                    idle = [m for m in self.members.values() if m not in busy]
-                for member in idle:
-                    if routing.due(member.state, now):
-                        busy[member] = threads.submit(self._bring_up, member)
-                    elif look and member.state.ready:
-                        busy[member] = threads.submit(self._look_at, member)
-                with self._change:
-                    if not self._closing:
-                        self._change.wait(0.05)
-                busy = {member: future for member, future in busy.items() if not future.done()}
+        while not self._closing:
+            now = time.monotonic()
+            look = now - looked_at >= self._settings.check_every
+            looked_at = now if look else looked_at
+            busy = {member: thread for member, thread in busy.items() if thread.is_alive()}
+            with self._change:
+                idle = [m for m in self.members.values() if m not in busy]
+            for member in idle:
+                if routing.due(member.state, now):
+                    busy[member] = _beside(self._bring_up, member)
+                elif look and member.state.ready:
+                    busy[member] = _beside(self._look_at, member)
+            with self._change:
+                if not self._closing:
+                    self._change.wait(0.05)
 
     def _look_at(self, member: Member) -> None:
         problem = self.problem_of(member)
         with self._change:
             if problem is not None and member.state.ready:
                 self.put_aside(member, problem)
+
+
+def _beside(work: Callable[[Member], None], member: Member) -> threading.Thread:
+    """In a thread that nobody waits for: a server that hangs must not hold up the end."""
+    thread = threading.Thread(target=work, args=(member,), name="vllm-watch", daemon=True)
+    thread.start()
+    return thread

@@ -1,9 +1,11 @@
 """Settings and commands of vLLM servers: mistakes are found before anything is started."""
 
 import json
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,8 @@ from manus_jax.rollout.vllm_processes import ManagedServers, ServerRecipe
 from manus_jax.runtime.playing import check_engine
 from manus_jax.settings import EngineSettings
 from manus_jax.weights.manifest import WeightsError
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "serve_vllm.sh"
 
 
 @pytest.mark.parametrize(
@@ -67,6 +71,14 @@ def recorder(tmp_path, then="pass"):
     return script
 
 
+def test_a_cpu_build_is_told_apart_and_takes_whole_prompts(tmp_path):
+    says_cpu = recorder(tmp_path, "print('cpu')")
+    assert serve.is_cpu_build(str(says_cpu))
+    assert not serve.is_cpu_build(sys.executable)  # which has no vLLM
+    assert serve.cpu_arguments(4096)[-2:] == ["--max-num-batched-tokens", "4096"]
+    assert "--no-enable-chunked-prefill" in serve.cpu_arguments(None)
+
+
 def test_the_command_becomes_vllms_server_with_what_learning_needs(tmp_path):
     model = snapshot(tmp_path, 1)
     command = [sys.executable, "-m", "manus_jax.serve", "--model", str(tmp_path), "--port", "81"]
@@ -82,6 +94,22 @@ def test_the_command_becomes_vllms_server_with_what_learning_needs(tmp_path):
     assert "--enable-scale-out" in called
     assert called[-2:] == ["--seed", "4"]
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_the_script_starts_servers_one_port_after_the_other(tmp_path):
+    snapshot(tmp_path, 1)
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "MANUS_JAX_VLLM_PYTHON": str(recorder(tmp_path, "import time; time.sleep(0.5)")),
+    }
+    script = [str(SCRIPT), str(tmp_path), "2", "8100", "--", "--max-length", "99"]
+    ended = subprocess.run(script, env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["http://127.0.0.1:8100", "http://127.0.0.1:8101"]
+    called, _ = json.loads((tmp_path / "called").read_text())
+    assert called[called.index("--port") + 1] in ("8100", "8101")
+    assert called[called.index("--max-model-len") + 1] == "99"
+    assert subprocess.run([str(SCRIPT)], capture_output=True).returncode == 2
 
 
 def test_mistakes_of_the_command_are_one_line(tmp_path):
