@@ -86,10 +86,15 @@ class EvaluationResult:
     overall: Summary
 
     def metrics(self, prefix: str = "val") -> dict[str, float]:
-        """`val/<env>/success_rate` and so on, and over all environments `val/success_rate`."""
+        """`val/<env>/success_rate` and so on, and over all environments `val/success_rate`.
+
+        An environment's score is there as `test_score` too, the name that verl gave it.
+        """
         named = {f"{prefix}/{name}": value for name, value in self.overall.numbers().items()}
         for env, summary in self.environments.items():
             named |= {f"{prefix}/{env}/{name}": x for name, x in summary.numbers().items()}
+            if summary.score is not None:
+                named[f"{prefix}/{env}/test_score"] = summary.score.value
         return named
 
 

@@ -111,6 +111,7 @@ def test_failures_are_counted_and_enter_no_mean() -> None:
     wanted = {
         "val/maze/success_rate": 0.25,
         "val/maze/score": 0.3125,
+        "val/maze/test_score": 0.3125,
         "val/maze/avg@4": 0.3125,
         "val/maze/pass@2": 5 / 12,
         "val/maze/failed": 5.0,
