@@ -1,5 +1,7 @@
 """What vLLM loads by itself through its `vllm.general_plugins` entry point: one registration."""
 
+import contextlib
+
 BACKEND = "manus_jax"
 
 
@@ -9,7 +11,7 @@ def register() -> None:
         WeightTransferEngineFactory,
     )
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
+    with contextlib.suppress(ValueError):  # it is registered already
         WeightTransferEngineFactory.register_engine(
             BACKEND, "manus_jax.weights.vllm_transfer", "FileWeightTransfer"
         )
