@@ -157,13 +157,15 @@ class RolloutGroup:
 
 @settings("engine")
 class EngineSettings:
-    """What generates: the embedded engine, or one that was registered under another name."""
+    """What generates: the embedded engine ("jax"), vLLM servers ("vllm"), or another registered."""
 
     name: str = "jax"
     slots: int = 32  # episodes whose keys and values are kept at once
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_steps: int = 8  # tokens per stream between two looks at the queue
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of another engine
+    options: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # of other engines: vllm_options.py
 
 
 @settings("algorithm")

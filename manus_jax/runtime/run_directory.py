@@ -16,8 +16,9 @@ from typing import Any
 
 # Bindings that leave the run's mathematics as it is.
 _MAY_CHANGE = re.compile(
-    r"^(mesh\.\w+|env\.(urls|servers_per_env)|\w+\.(run_dir|total_steps|save_freq|test_freq|"
-    r"keep_checkpoints|export|next_command|tensorboard|wandb_project))$"
+    r"^(mesh\.\w+|engine\.(options|slots|max_steps)|env\.(urls|servers_per_env)|"
+    r"\w+\.(run_dir|total_steps|save_freq|test_freq|keep_checkpoints|export|next_command|"
+    r"tensorboard|wandb_project))$"
 )
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 

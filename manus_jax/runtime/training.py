@@ -405,6 +405,6 @@ def _validation_line(step: int, metrics: dict[str, float]) -> str:
     shown = [
         f"{name.removeprefix('val/')} {value:.3f}"
         for name, value in metrics.items()
-        if name.startswith("val/") and name.endswith(("success_rate", "score"))
+        if name.startswith("val/") and name.endswith(("/success_rate", "/score"))
     ]
     return f"validation at step {step}: " + ", ".join(shown)
