@@ -70,6 +70,7 @@ function build() {
   if (DATA.config) main.append(section("Configuration",
     el("details", { class: "card" }, el("summary", {}, "config.gin"), el("pre", { class: "text" }, DATA.config))));
   main.append(el("footer", {}, "Made from the run directory by python -m manus_jax.report."));
+  redraws.forEach((draw) => draw());  // at once: an observer may take its time to tell the first size
   document.body.dataset.ready = "yes";
 }
 
