@@ -4,8 +4,9 @@ from pathlib import Path
 
 from manus_jax import command, config
 from manus_jax.models import huggingface
-from manus_jax.runtime.assembly import TrainConfig, open_trainer
+from manus_jax.runtime.assembly import open_trainer
 from manus_jax.runtime.closing import print_closing
+from manus_jax.runtime.designs import TrainConfig
 from manus_jax.runtime.run_directory import disk_errors
 from manus_jax.settings import (
     AlgorithmSettings,

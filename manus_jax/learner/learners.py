@@ -30,28 +30,30 @@ from manus_jax.learner.update import (
 _ROWS = ("input_ids", "segment_ids", "positions", "loss_mask")
 
 
-class Learner:
-    """One model in training.
+@dataclasses.dataclass(frozen=True)
+class Design:
+    """Everything about a model in training but its weights.
 
     `layout` bounds a batch: as many sequences as it has rows always fit, and no shape ever changes.
     """
 
-    def __init__(
-        self,
-        params: Params,
-        shapes: Params,
-        objective: Objective,
-        forward: Callable[[Params, dict[str, jax.Array]], jax.Array],
-        optimizer: optax.GradientTransformation,
-        mesh: Mesh,
-        layout: Layout,
-    ):
+    shapes: Params
+    objective: Objective
+    forward: Callable[[Params, dict[str, jax.Array]], jax.Array]
+    optimizer: optax.GradientTransformation
+    layout: Layout
+
+
+class Learner:
+    """One model in training."""
+
+    def __init__(self, params: Params, design: Design, mesh: Mesh):
         self.mesh = mesh
-        self.layout = layout
-        self.state = init_state(params, optimizer, mesh)
-        self._shapes, self._optimizer = shapes, optimizer
-        self._update = make_update(objective, optimizer, mesh, shapes)
-        self._forward = make_forward(forward, mesh, shapes)
+        self.layout = design.layout
+        self.state = init_state(params, design.optimizer, mesh)
+        self._shapes, self._optimizer = design.shapes, design.optimizer
+        self._update = make_update(design.objective, design.optimizer, mesh, design.shapes)
+        self._forward = make_forward(design.forward, mesh, design.shapes)
 
     def abstract_state(self) -> TrainState:
         """Shapes and placements of the state, for restoring a checkpoint."""

@@ -14,27 +14,29 @@ import jax
 
 from envs.traces import conversation_of
 from manus_jax.agentgym.pool import EnvironmentPool
-from manus_jax.algorithms.corrections import get_correction
-from manus_jax.algorithms.recipes import Recipe, get_recipe, policy_loss
+from manus_jax.algorithms.recipes import Recipe
 from manus_jax.config import ConfigError
 from manus_jax.dataset import Mixture, Task, read_tasks, without
-from manus_jax.learner import objectives
 from manus_jax.learner.learners import Learner, Reference
 from manus_jax.learner.mesh import make_mesh, param_shardings
-from manus_jax.learner.optimizer import adamw, learning_rate
-from manus_jax.learner.packing import Layout
 from manus_jax.learner.update import check_rows
-from manus_jax.models.transformer import Critic, Transformer, abstract_model, critic_from_policy
+from manus_jax.models.transformer import critic_from_policy
 from manus_jax.rewards import RewardSettings
 from manus_jax.rollout.dialogue import EngineAgent
 from manus_jax.rollout.player import Agent
 from manus_jax.rollout.policies import OraclePolicy, RandomPolicy
 from manus_jax.rollout.runner import run_episodes
-from manus_jax.rollout.samples import sample_fields
 from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import episode_specs, trajectories
 from manus_jax.runtime import policy_source, supervised
 from manus_jax.runtime.checkpoints import Checkpoints
+from manus_jax.runtime.designs import (
+    TrainConfig,
+    design_critic,
+    design_policy,
+    make_recipe,
+    policy_lr,
+)
 from manus_jax.runtime.evaluation import evaluate_policy
 from manus_jax.runtime.metric_sinks import check_sinks
 from manus_jax.runtime.panels import Panel, listed_tasks, make_panel, split_tasks
@@ -49,77 +51,13 @@ from manus_jax.runtime.policy_source import PolicySource
 from manus_jax.runtime.run_directory import RunDirectory, write_atomically
 from manus_jax.runtime.training import Trainer
 from manus_jax.settings import (
-    AlgorithmSettings,
-    ComputeSettings,
     DataSettings,
-    EngineSettings,
     EnvSettings,
-    MeshSettings,
-    ModelSettings,
-    OptimizerSettings,
-    RolloutGroup,
-    ScratchSettings,
     SftSettings,
     TrainSettings,
-    WarmStartSettings,
 )
 
 Sources = list[tuple[str, list[Task], float]]
-_RECIPE_FIELDS = (
-    "gamma",
-    "lam",
-    "normalize_by_std",
-    "step_weight",
-    "clip_low",
-    "clip_high",
-    "dual_clip",
-    "entropy_coef",
-    "aggregation",
-    "kl_placement",
-    "kl_coef",
-    "kl_estimator",
-    "dynamic_sampling",
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    train: TrainSettings
-    algorithm: AlgorithmSettings
-    env: EnvSettings
-    rollout: RolloutGroup
-    engine: EngineSettings
-    data: DataSettings
-    model: ModelSettings
-    scratch: ScratchSettings | None  # when model.path is None
-    warm_start: WarmStartSettings
-    optimizer: OptimizerSettings
-    mesh: MeshSettings
-    compute: ComputeSettings
-
-
-def make_recipe(settings: AlgorithmSettings) -> Recipe:
-    """The named recipe with the settings that were given."""
-    try:
-        named = {field: getattr(settings, field) for field in _RECIPE_FIELDS}
-        given = {field: value for field, value in named.items() if value is not None}
-        recipe = dataclasses.replace(get_recipe(settings.recipe), **given)
-        if settings.corrections is not None:
-            corrections = tuple(get_correction(name) for name in settings.corrections)
-            recipe = dataclasses.replace(recipe, corrections=corrections)
-    except ValueError as error:
-        raise ConfigError(f"algorithm: {error}") from None
-    if unknown := [name for name in recipe.extra_fields if name not in sample_fields()]:
-        raise ConfigError(
-            f"algorithm.recipe: the policy loss {recipe.loss!r} needs the field {unknown[0]!r}; "
-            f"samples have {', '.join(sample_fields())}"
-        )
-    if recipe.aggregation == "seq-mean-token-sum-norm" and not settings.norm_constant:
-        raise ConfigError(
-            f"algorithm.norm_constant is not set, and {recipe.name} divides each sequence's loss "
-            "by it: the most tokens an agent may say in an episode, for instance"
-        )
-    return recipe
 
 
 def read_task_sources(
@@ -291,36 +229,14 @@ def open_trainer(config: TrainConfig, operative_config: str) -> Iterator[Trainer
 def _learners(config: TrainConfig, recipe: Recipe, source: PolicySource, mesh: jax.sharding.Mesh):  # type: ignore[no-untyped-def]
     """The policy, its critic and its reference, as the recipe needs them, and the schedule."""
     arch = source.card.architecture
-    compute = supervised.make_compute(config.compute, mesh)
-    opt, algorithm, train = config.optimizer, config.algorithm, config.train
-    lr = learning_rate(opt.lr, opt.schedule, opt.warmup_steps, train.total_steps, opt.min_lr_ratio)
-    rest = (opt.weight_decay, opt.b1, opt.b2, opt.eps, opt.grad_clip)
-    segments = 1 if config.rollout.memory_turns is None else config.rollout.max_turns
-    layout = Layout.for_batch(
-        train.batch_size * train.group_size * segments, config.data.rows, config.data.max_length
-    )
-    graphdef, shapes = abstract_model(Transformer, arch, compute)
-    params = source.load(param_shardings(shapes, mesh))
+    policy_design = design_policy(config, recipe, arch, mesh)
+    params = source.load(param_shardings(policy_design.shapes, mesh))
     reference = None
     if recipe.needs_reference:
-        reference = Reference(params, algorithm.reference == "host", mesh)
-    temperature = config.rollout.temperature or 1.0
-    objective = objectives.policy(
-        graphdef, policy_loss(recipe), temperature, with_entropy="entropy" in recipe.loss_fields
-    )
-    log_probs = lambda p, batch: objectives.log_probs_of(graphdef, p, batch, temperature)[0]
+        reference = Reference(params, config.algorithm.reference == "host", mesh)
     critic = None
     if recipe.needs_critic:
-        critic_def, critic_shapes = abstract_model(Critic, arch, compute)
-        critic_lr = learning_rate(algorithm.critic_lr, "constant", 0, 1, 0.0)
-        critic = Learner(
-            jax.device_put(critic_from_policy(params), param_shardings(critic_shapes, mesh)),
-            critic_shapes,
-            objectives.critic(critic_def, algorithm.cliprange_value),
-            lambda p, batch: objectives.values_of(critic_def, p, batch),
-            adamw(critic_lr, *rest),
-            mesh,
-            layout,
-        )
-    policy = Learner(params, shapes, objective, log_probs, adamw(lr, *rest), mesh, layout)
-    return policy, critic, reference, lr
+        critic_design = design_critic(config, arch, mesh)
+        placed = param_shardings(critic_design.shapes, mesh)
+        critic = Learner(jax.device_put(critic_from_policy(params), placed), critic_design, mesh)
+    return Learner(params, policy_design, mesh), critic, reference, policy_lr(config)

@@ -220,10 +220,31 @@ class Trainer:
         settings = self._settings_at(step)
         with timer.phase("gen"):
             outcomes, episodes, metrics = self._collect(step, settings)
-        write_trajectories(self.directory.path / "trajectories", step, outcomes)
-        if not episodes:
+        experience = None
+        try:
+            if episodes:
+                experience = self._experience(step, episodes, settings, metrics, timer)
+        finally:  # what was played is kept, whatever happens to it
+            advantages = None if experience is None else _advantages_by_uid(experience)
+            write_trajectories(self.directory.path / "trajectories", step, outcomes, advantages)
+        if experience is None:
             metrics["training/empty_step"] = 1.0
             return metrics, 0
+        update_metrics, bad = self._update(step, experience, timer)
+        metrics |= update_metrics
+        with timer.phase("update_weights"):
+            self.engine.update_weights(self.policy.state.params, step)
+        return metrics, bad
+
+    def _experience(
+        self,
+        step: int,
+        episodes: Sequence[Trajectory],
+        settings: RolloutSettings,
+        metrics: dict[str, float],
+        timer: Timer,
+    ) -> Experience:
+        """The episodes with all that their update needs; what is measured goes to `metrics`."""
         experience = Experience.of(episodes, self.allocation)
         with timer.phase("logp"):
             experience = self._with_old_log_probs(experience, metrics)
@@ -244,14 +265,7 @@ class Trainer:
                 experience, self.recipe, self.kl_controller, greedy, self.algorithm.similarity
             )
         metrics |= advantage_metrics
-        # Again, with what was not known before; the file is there whatever happens in between.
-        advantages = _advantages_by_uid(experience)
-        write_trajectories(self.directory.path / "trajectories", step, outcomes, advantages)
-        update_metrics, bad = self._update(step, experience, timer)
-        metrics |= update_metrics
-        with timer.phase("update_weights"):
-            self.engine.update_weights(self.policy.state.params, step)
-        return metrics, bad
+        return experience
 
     def _settings_at(self, step: int) -> RolloutSettings:
         """The turn limit grows by the schedule."""

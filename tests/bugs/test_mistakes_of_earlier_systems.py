@@ -20,7 +20,8 @@ from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Compute, Transformer, abstract_model
 from manus_jax.rollout.samples import RewardAllocation, to_data_proto
 from manus_jax.rollout.trajectory import EpisodeSpec, Segment, Trajectory, Turn
-from manus_jax.runtime.assembly import make_recipe, read_task_sources
+from manus_jax.runtime.assembly import read_task_sources
+from manus_jax.runtime.designs import make_recipe
 from manus_jax.runtime.experience import Experience
 from manus_jax.runtime.training import Timer, Trainer
 from manus_jax.settings import (

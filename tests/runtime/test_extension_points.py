@@ -19,7 +19,7 @@ from manus_jax.rollout.samples import (
 )
 from manus_jax.rollout.trajectory import EpisodeSpec, Segment, Trajectory, Turn
 from manus_jax.runtime import playing
-from manus_jax.runtime.assembly import make_recipe
+from manus_jax.runtime.designs import make_recipe
 from manus_jax.settings import AlgorithmSettings, EngineSettings
 
 
