@@ -54,11 +54,13 @@ class ComputeSettings:
 
 @settings("mesh")
 class MeshSettings:
-    """Sizes of the device mesh; -1 takes the devices that are left."""
+    """Sizes of the device mesh; -1 takes the devices that are left (docs/meshes.md)."""
 
-    data: int = 1
-    fsdp: int = -1
-    tensor: int = 1
+    data: int = 1  # copies of the model
+    fsdp: int = -1  # devices that share one copy
+    tensor: int = 1  # devices that split heads, MLP columns and the vocabulary
+    sequence: int = 1  # devices that split the tokens of a row
+    slices: int | None = None  # parts of "data" joined by DCN; None: as TPU devices tell, else 1
 
 
 @settings("optimizer")

@@ -1,8 +1,10 @@
-"""One mesh ("data", "fsdp", "tensor") and the ordered rules that place arrays on it.
+"""One mesh ("data", "fsdp", "sequence", "tensor") and the ordered rules that place arrays on it.
 
-Rows of a batch are split over "data" and "fsdp"; parameters over "fsdp" (gathered layer by layer
-when used) and "tensor" (heads, MLP columns, vocabulary). A parameter that no rule matches is an
-error, and so is a dimension that does not divide: both are found before anything is allocated.
+Rows of a batch are split over "data" and "fsdp", their tokens over "sequence"; parameters over
+"fsdp" and "sequence" together (gathered layer by layer when used) and over "tensor" (heads, MLP
+columns, vocabulary). Slices that only a data-centre network joins are the outer part of "data":
+gradients cross it once an update. A parameter that no rule matches is an error, and so is a size
+that does not divide: all are found before anything is allocated, with the arithmetic.
 """
 
 import math
@@ -12,33 +14,68 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from manus_jax.models.attention import BATCH_AXES
+from manus_jax.models.architecture import Architecture
+from manus_jax.models.attention import BATCH_AXES, KERNEL_BLOCK, Implementation
 
-AXES = ("data", "fsdp", "tensor")
+# From the axis that communicates least to the one that does most, whose devices lie closest.
+AXES = ("data", "fsdp", "sequence", "tensor")
 
 # First match wins. Stacked layer parameters have a leading layer axis, which is never split.
 PARAM_RULES: tuple[tuple[str, P], ...] = (
-    (r"(^|/)(embed|lm_head)$", P("tensor", "fsdp")),
-    (r"layers/(q|k|v|gate|up)_proj$", P(None, "tensor", "fsdp")),
-    (r"layers/(o|down)_proj$", P(None, "fsdp", "tensor")),
+    (r"(^|/)(embed|lm_head)$", P(("tensor", "sequence"), "fsdp")),
+    (r"layers/(q|k|v|gate|up)_proj$", P(None, "tensor", ("fsdp", "sequence"))),
+    (r"layers/(o|down)_proj$", P(None, ("fsdp", "sequence"), "tensor")),
     (r"layers/(q|k|v)_bias$", P(None, "tensor")),
     (r"(^|/)(\w*norm|value_head)$", P()),
 )
 
 
 class MeshError(ValueError):
-    """A mesh or batch that does not fit, with the arithmetic."""
+    """A mesh, model or batch that does not fit, with the arithmetic."""
 
 
 def make_mesh(
-    data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None
+    data: int = 1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    sequence: int = 1,
+    slices: int | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh of the given sizes over all devices; one size may be -1 and takes what is left."""
+    """A mesh of the given sizes over all devices; one size may be -1 and takes what is left.
+
+    `slices` of them are joined by a data-centre network only and lie one after the other along
+    "data". None: as many as TPU devices tell, else one. Elsewhere a slice is what the devices'
+    `slice_index` tells apart (GPU machines), or a process.
+    """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    sizes = _fill({"data": data, "fsdp": fsdp, "tensor": tensor, "sequence": sequence}, devices)
+    shape = tuple(sizes[axis] for axis in AXES)
+    count, by_process = _count_slices(slices, devices)
+    if count > 1:
+        if sizes["data"] % count:
+            raise MeshError(
+                f"data={sizes['data']} is not divisible by {count} slices, which lie along it; "
+                f"set mesh.data to a multiple of {count}"
+            )
+        array = mesh_utils.create_hybrid_device_mesh(
+            (sizes["data"] // count, *shape[1:]),
+            (count, *(1,) * (len(AXES) - 1)),
+            devices,
+            process_is_granule=by_process,
+            allow_split_physical_axes=True,
+        )
+    else:
+        array = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _fill(sizes: dict[str, int], devices: Sequence[Any]) -> dict[str, int]:
+    """The sizes with -1 replaced by what is left of the devices."""
     text = ", ".join(f"{k}={v}" for k, v in sizes.items())
     if any(v != -1 and v < 1 for v in sizes.values()):
         raise MeshError(f"mesh sizes must be positive, or -1 for the rest: {text}")
@@ -49,24 +86,102 @@ def make_mesh(
     if free:
         if len(devices) % fixed:
             raise MeshError(f"mesh {text}: {len(devices)} devices are not divisible by {fixed}")
-        sizes[free[0]] = len(devices) // fixed
-    elif fixed != len(devices):
+        return {**sizes, free[0]: len(devices) // fixed}
+    if fixed != len(devices):
         raise MeshError(
             f"mesh {text} needs {fixed} devices and there are {len(devices)}; "
             "set one of the sizes to -1 to take what is there"
         )
-    shape = tuple(sizes[a] for a in AXES)
-    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return sizes
+
+
+def _count_slices(wanted: int | None, devices: Sequence[Any]) -> tuple[int, bool]:
+    """How many slices there are, and whether a slice is a process."""
+    members = {
+        name: np.unique([getattr(d, name, None) or 0 for d in devices], return_counts=True)[1]
+        for name in ("slice_index", "process_index")
+    }
+    slices, processes = members["slice_index"], members["process_index"]
+    on_tpu = devices[0].platform == "tpu"
+    if wanted is None:
+        wanted = len(slices) if on_tpu else 1
+    if wanted == 1 and not (on_tpu and len(slices) > 1):
+        return 1, False
+    by_process = wanted != len(slices)
+    if by_process and (on_tpu or wanted != len(processes)):
+        there = f"{len(slices)} slices" if on_tpu else f"{len(processes)} processes"
+        raise MeshError(
+            f"mesh.slices = {wanted}: the {len(devices)} devices belong to {there}"
+            + (f" of {len(slices)} machines" if len(slices) > 1 and not on_tpu else "")
+        )
+    counts = processes if by_process else slices
+    if len(set(counts)) > 1:
+        raise MeshError(f"slices of unequal sizes cannot make a mesh: {counts.tolist()} devices")
+    return wanted, by_process
+
+
+def check_model(arch: Architecture, mesh: Mesh, implementation: Implementation = "plain") -> None:
+    """Raises unless the model's sizes divide over the mesh as its parameters and attention need.
+
+    Fewer key-value heads than devices along "tensor" are repeated, if the one divides the other.
+    """
+    by_heads = ("tensor", "sequence") if implementation == "triton" else ("tensor",)
+    kv_heads, parts = arch.num_kv_heads, _size(by_heads, mesh)
+    _require_divides(f"{arch.num_heads} heads are", arch.num_heads, by_heads, mesh)
+    if kv_heads % parts and parts % kv_heads:
+        raise MeshError(
+            f"{kv_heads} key-value heads are not divisible by {_product(by_heads, mesh)}, "
+            f"nor does {kv_heads} divide it"
+        )
+    for name, size, axes in (
+        ("intermediate size", arch.intermediate_size, ("tensor",)),
+        ("key-value width", kv_heads * arch.head_dim, ("tensor",)),
+        ("hidden size", arch.hidden_size, ("fsdp", "sequence")),
+        ("vocabulary", arch.vocab_size, ("tensor", "sequence")),
+    ):
+        _require_divides(f"{name} {size} is", size, axes, mesh)
+
+
+def check_batch(
+    rows: int, length: int, mesh: Mesh, implementation: Implementation = "plain"
+) -> None:
+    """Raises unless micro-batches of `rows` rows of `length` tokens divide over the mesh."""
+    _require_divides(f"{rows} rows per micro-batch are", rows, BATCH_AXES, mesh, remedy="data.rows")
+    block = {"plain": 1, "splash": KERNEL_BLOCK, "triton": KERNEL_BLOCK}[implementation]
+    _require_divides(
+        f"row length {length} is", length, ("sequence",), mesh, block, remedy="data.max_length"
+    )
+
+
+def _size(axes: Sequence[str], mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _product(axes: Sequence[str], mesh: Mesh, block: int = 1) -> str:
+    """`fsdp=4`, or `fsdp=4 x sequence=2 = 8`; axes of size one are left out where others are."""
+    axes = [a for a in axes if mesh.shape[a] > 1] or axes[:1]
+    factors = [str(block)] * (block > 1) + [f"{a}={mesh.shape[a]}" for a in axes]
+    total = f" = {block * _size(axes, mesh)}" if len(factors) > 1 else ""
+    return " x ".join(factors) + total
+
+
+def _require_divides(
+    what: str, size: int, axes: Sequence[str], mesh: Mesh, block: int = 1, remedy: str = ""
+) -> None:
+    parts = block * _size(axes, mesh)
+    if size % parts:
+        advice = f"; set {remedy} to a multiple of {parts}" if remedy else ""
+        raise MeshError(f"{what} not divisible by {_product(axes, mesh, block)}{advice}")
 
 
 def batch_shards(mesh: Mesh) -> int:
     """Into how many parts the rows of a micro-batch are split."""
-    return math.prod(mesh.shape[a] for a in BATCH_AXES)
+    return _size(BATCH_AXES, mesh)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Where arrays [micro_batches, rows, …] of a packed batch live."""
-    return NamedSharding(mesh, P(None, BATCH_AXES))
+    """Where arrays [micro_batches, rows, length] of a packed batch live."""
+    return NamedSharding(mesh, P(None, BATCH_AXES, "sequence"))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -90,12 +205,10 @@ def param_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
 
 
 def _check_divides(name: str, shape: tuple[int, ...], spec: P, mesh: Mesh) -> None:
-    for dim, axis in enumerate(spec):
-        if axis is not None and shape[dim] % mesh.shape[axis]:
-            raise MeshError(
-                f"parameter {name} {shape}: dimension {dim} of size {shape[dim]} "
-                f"is not divisible by {axis}={mesh.shape[axis]}"
-            )
+    for dim, axes in enumerate(spec):
+        if axes is not None:
+            what = f"parameter {name} {shape}: dimension {dim} of size {shape[dim]} is"
+            _require_divides(what, shape[dim], (axes,) if isinstance(axes, str) else axes, mesh)
 
 
 def param_shardings(params: Any, mesh: Mesh) -> Any:

@@ -16,9 +16,8 @@ import optax
 from jax.sharding import Mesh
 
 from manus_jax.learner.mesh import (
-    MeshError,
     batch_sharding,
-    batch_shards,
+    check_batch,
     optimizer_shardings,
     param_shardings,
     replicated,
@@ -62,19 +61,9 @@ def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Me
     return TrainState(params, opt_state, zero, jnp.copy(zero))
 
 
-def check_rows(rows: int, mesh: Mesh) -> None:
-    """Raises unless the rows of a micro-batch divide evenly over the mesh."""
-    shards = batch_shards(mesh)
-    if rows % shards:
-        raise MeshError(
-            f"{rows} rows per micro-batch are not divisible by "
-            f"data={mesh.shape['data']} x fsdp={mesh.shape['fsdp']} = {shards}"
-        )
-
-
 def put_batch(packed: Packed, mesh: Mesh) -> tuple[Batch, jax.Array]:
-    """A packed batch on the mesh, rows split over it, and how many micro-batches it uses."""
-    check_rows(packed.arrays["input_ids"].shape[1], mesh)
+    """A packed batch on the mesh, split over it, and how many micro-batches it uses."""
+    check_batch(*packed.arrays["input_ids"].shape[1:], mesh)
     return jax.device_put(
         (packed.arrays, np.int32(packed.used)), (batch_sharding(mesh), replicated(mesh))
     )

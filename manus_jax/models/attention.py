@@ -3,22 +3,31 @@
 Packed rows hold several trajectories; `segment_ids` tell them apart (0 is padding) and tokens only
 see earlier tokens of their own segment. One function, `attention`, picks the kernel: splash
 (Pallas) on TPU, a Pallas-Triton flash kernel on CUDA, plain masked softmax elsewhere. The kernels
-are opaque to XLA's partitioner, so they run under `shard_map` with rows over the batch axes and
-heads over "tensor".
+are opaque to XLA's partitioner, so they run under `shard_map` with rows over the batch axes, heads
+over "tensor" and tokens over "sequence".
+
+Where rows are split over "sequence", splash and plain gather keys, values and segment ids, and a
+device computes its own queries: exact, one gather a layer, no limit by the number of heads. The
+device with a row's last tokens sees the most keys, so attention (nothing else) takes up to twice
+the mean's time. The Triton kernel knows no query offset: there, tokens are exchanged for heads
+and back, which is balanced and asks for heads that divide by tensor x sequence.
 """
 
 import dataclasses
 import functools
-from typing import Literal
+import math
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Implementation = Literal["plain", "splash", "triton"]
 BATCH_AXES = ("data", "fsdp")
 NEGATIVE = -1e30
 _QUERY_BLOCK = 128
+KERNEL_BLOCK = 128  # what row lengths must be a multiple of, for the accelerators' kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,49 +52,93 @@ def attention(
     `segment_ids` is int32 [rows, length]. Returns [rows, length, heads, dim]. Padding positions
     (segment 0) hold finite values that mean nothing.
     """
+    mesh, interpret = kernel.mesh, kernel.interpret
+    shards = 1 if mesh is None else mesh.shape["sequence"]
     if kernel.implementation == "plain":
-        return _plain(q, k, v, segment_ids)
-    run = functools.partial(
-        {"splash": _splash, "triton": _triton}[kernel.implementation], interpret=kernel.interpret
-    )
-    if kernel.mesh is None:
-        return run(q, k, v, segment_ids)
-    heads = PartitionSpec(BATCH_AXES, None, "tensor", None)
+        if mesh is None or shards == 1:
+            return _plain(q, k, v, segment_ids, segment_ids, 0)
+        return _sharded(_plain_shard, mesh, q, k, v, segment_ids)
+    if kernel.implementation == "triton":
+        run = functools.partial(_triton, interpret=interpret)
+        if mesh is None:
+            return run(q, k, v, segment_ids)
+        if shards == 1:
+            return _sharded(run, mesh, q, k, v, segment_ids)
+        exchanged = functools.partial(_with_heads_exchanged, run)
+        return _sharded(exchanged, mesh, q, k, v, segment_ids, head_axes=("tensor", "sequence"))
+    heads = q.shape[2] if mesh is None else q.shape[2] // mesh.shape["tensor"]
+    splash = _splash_kernel(q.shape[1], heads, shards, interpret)
+    if mesh is None:
+        return _splash(splash, q, k, v, segment_ids, segment_ids)
+    spec = splash.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, "sequence")))
+    return _sharded(_splash_shard, mesh, q, k, v, segment_ids, extra=(splash, spec))
+
+
+def _sharded(
+    run: Callable[..., jax.Array],
+    mesh: Mesh,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    head_axes: tuple[str, ...] = ("tensor",),
+    extra: tuple[Any, Any] | None = None,
+) -> jax.Array:
+    """`run(q, k, v, segment_ids)` on every device's part; `extra` comes first, with its spec."""
+    parts = math.prod(mesh.shape[axis] for axis in head_axes)
+    k, v = _at_least_heads(k, parts), _at_least_heads(v, parts)
+    heads = PartitionSpec(BATCH_AXES, "sequence", "tensor", None)
+    tokens = PartitionSpec(BATCH_AXES, "sequence")
+    first, first_spec = ((), ()) if extra is None else ((extra[0],), (extra[1],))
     return jax.shard_map(
         run,
-        mesh=kernel.mesh,
-        in_specs=(heads, heads, heads, PartitionSpec(BATCH_AXES, None)),
+        mesh=mesh,
+        in_specs=(*first_spec, heads, heads, heads, tokens),
         out_specs=heads,
         check_vma=False,
-    )(q, k, v, segment_ids)
+    )(*first, q, k, v, segment_ids)
 
 
-def _plain(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Masked softmax over blocks of queries; a block never looks at keys that come after it."""
-    rows, length, heads, dim = q.shape
+def _at_least_heads(x: jax.Array, parts: int) -> jax.Array:
+    """Key-value heads [rows, length, kv_heads, dim], repeated where there are fewer than parts."""
+    return x if x.shape[2] % parts == 0 else jnp.repeat(x, parts // x.shape[2], axis=2)
+
+
+def _gather_tokens(x: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(x, "sequence", axis=1, tiled=True)
+
+
+def _plain_shard(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    first = jax.lax.axis_index("sequence") * q.shape[1]
+    k, v, all_segments = (_gather_tokens(x) for x in (k, v, segment_ids))
+    return _plain(q, k, v, segment_ids, all_segments, first)
+
+
+def _plain(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_segments: jax.Array,
+    kv_segments: jax.Array,
+    first: int | jax.Array,
+) -> jax.Array:
+    """Masked softmax over blocks of queries, which begin at place `first` of the keys' row.
+
+    Where `first` is known to the compiler, a block never looks at keys that come after it.
+    """
+    rows, queries, heads, dim = q.shape
     kv_heads = k.shape[2]
-    q = q.reshape(rows, length, kv_heads, heads // kv_heads, dim)
-    block = _QUERY_BLOCK if length % _QUERY_BLOCK == 0 else length
+    q = q.reshape(rows, queries, kv_heads, heads // kv_heads, dim)
+    block = _QUERY_BLOCK if queries % _QUERY_BLOCK == 0 else queries
     outputs = []
-    for start in range(0, length, block):
+    for start in range(0, queries, block):
         stop = start + block
-        outputs.append(
-            _softmax_block(
-                q[:, start:stop],
-                k[:, :stop],
-                v[:, :stop],
-                causal_segment_mask(segment_ids, start, stop),
-            )
-        )
+        seen = first + stop if isinstance(first, int) else k.shape[1]
+        same = q_segments[:, start:stop, None] == kv_segments[:, None, :seen]
+        causal = (first + jnp.arange(start, stop))[:, None] >= jnp.arange(seen)[None, :]
+        outputs.append(_softmax_block(q[:, start:stop], k[:, :seen], v[:, :seen], same & causal))
     out = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
-    return out.reshape(rows, length, heads, dim)
-
-
-def causal_segment_mask(segment_ids: jax.Array, start: int, stop: int) -> jax.Array:
-    """True where query `start..stop` may see key `0..stop`: bool [rows, queries, keys]."""
-    same = segment_ids[:, start:stop, None] == segment_ids[:, None, :stop]
-    causal = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None, :]
-    return same & causal
+    return out.reshape(rows, queries, heads, dim)
 
 
 def _softmax_block(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
@@ -103,9 +156,12 @@ def _softmax_block(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) ->
     return (out / total).astype(v.dtype)
 
 
-def _splash(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, interpret: bool
-) -> jax.Array:
+def _splash_kernel(length: int, heads: int, shards: int, interpret: bool) -> Any:
+    """The kernel for rows of `length` whose queries are split into `shards`, for `heads` heads.
+
+    It is a pytree: with its `manual_sharding_spec`, `shard_map` gives each device the part of the
+    causal mask that belongs to its queries.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as kernel_lib,
     )
@@ -113,30 +169,70 @@ def _splash(
         splash_attention_mask as mask_lib,
     )
 
-    _, length, heads, dim = q.shape
-    if length % 128:
-        raise ValueError(f"splash attention needs a row length divisible by 128, not {length}")
-    block = next(b for b in (512, 384, 256, 128) if length % b == 0)
+    if length % (KERNEL_BLOCK * shards):
+        raise ValueError(
+            f"splash attention needs a row length divisible by {KERNEL_BLOCK} x {shards} "
+            f"sequence shards, not {length}"
+        )
+    block_q, block_kv = _largest_block(length // shards), _largest_block(length)
     sizes = kernel_lib.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_kv_compute=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_kv_dkv_compute=block,
-        block_q_dq=block,
-        block_kv_dq=block,
+        block_q=block_q,
+        block_kv=block_kv,
+        block_kv_compute=block_kv,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_kv,
+        block_kv_dkv_compute=block_kv,
+        block_q_dq=block_q,
+        block_kv_dq=block_kv,
     )
     mask = mask_lib.MultiHeadMask([mask_lib.CausalMask((length, length))] * heads)
-    splash = kernel_lib.make_splash_mha(
-        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret
+    return kernel_lib.make_splash_mha(
+        mask, block_sizes=sizes, head_shards=1, q_seq_shards=shards, interpret=interpret
     )
-    k, v = _repeat_kv(k, heads), _repeat_kv(v, heads)
+
+
+def _largest_block(length: int) -> int:
+    return next(b for b in (512, 384, 256, KERNEL_BLOCK) if length % b == 0)
+
+
+def _splash_shard(
+    splash: Any, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
+    k, v, all_segments = (_gather_tokens(x) for x in (k, v, segment_ids))
+    return _splash(splash, q, k, v, segment_ids, all_segments)
+
+
+def _splash(
+    splash: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_segments: jax.Array,
+    kv_segments: jax.Array,
+) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernel_lib,
+    )
+
     to_heads = lambda x: x.transpose(0, 2, 1, 3)
-    out = jax.vmap(lambda q, k, v, s: splash(q, k, v, segment_ids=kernel_lib.SegmentIds(s, s)))(
-        to_heads(q) * dim**-0.5, to_heads(k), to_heads(v), segment_ids
+    segments = kernel_lib.SegmentIds(q_segments, kv_segments)
+    out = jax.vmap(lambda q, k, v, s: splash(q, k, v, segment_ids=s))(
+        to_heads(q) * q.shape[-1] ** -0.5, to_heads(k), to_heads(v), segments
     )
     return out.transpose(0, 2, 1, 3)
+
+
+def _with_heads_exchanged(
+    run: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+) -> jax.Array:
+    """`run` on whole rows and a part of the heads, where parts of rows with all heads come in."""
+    exchange = functools.partial(jax.lax.all_to_all, axis_name="sequence", tiled=True)
+    q, k, v = (exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v))
+    return exchange(run(q, k, v, _gather_tokens(segment_ids)), split_axis=1, concat_axis=2)
 
 
 def _triton(
@@ -145,18 +241,17 @@ def _triton(
     from jax.experimental.pallas.ops.gpu import attention as kernel_lib
 
     _, length, heads, dim = q.shape
-    if length % 128:
-        raise ValueError(f"the GPU kernel needs a row length divisible by 128, not {length}")
+    if length % KERNEL_BLOCK:
+        raise ValueError(
+            f"the GPU kernel needs a row length divisible by {KERNEL_BLOCK}, not {length}"
+        )
+    repeat = lambda x: jnp.repeat(x, heads // x.shape[2], axis=2)
     return kernel_lib.mha(
         q,
-        _repeat_kv(k, heads),
-        _repeat_kv(v, heads),
+        repeat(k),
+        repeat(v),
         segment_ids,
         sm_scale=dim**-0.5,
         causal=True,
         interpret=interpret,
     )
-
-
-def _repeat_kv(x: jax.Array, heads: int) -> jax.Array:
-    return jnp.repeat(x, heads // x.shape[2], axis=2)

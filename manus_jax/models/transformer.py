@@ -127,7 +127,7 @@ class Backbone(nnx.Module):
         mesh = self.compute.kernel.mesh
         if mesh is None:
             return x
-        spec = PartitionSpec(BATCH_AXES, *(None,) * (x.ndim - 1))
+        spec = PartitionSpec(BATCH_AXES, "sequence", None)
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 

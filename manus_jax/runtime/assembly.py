@@ -18,8 +18,7 @@ from manus_jax.algorithms.recipes import Recipe
 from manus_jax.config import ConfigError
 from manus_jax.dataset import Mixture, Task, read_tasks, without
 from manus_jax.learner.learners import Learner, Reference
-from manus_jax.learner.mesh import make_mesh, param_shardings
-from manus_jax.learner.update import check_rows
+from manus_jax.learner.mesh import check_batch, make_mesh, param_shardings
 from manus_jax.models.transformer import critic_from_policy
 from manus_jax.rewards import RewardSettings
 from manus_jax.rollout.dialogue import EngineAgent
@@ -176,8 +175,9 @@ def open_trainer(config: TrainConfig, operative_config: str) -> Iterator[Trainer
     rollout = make_rollout(config.rollout, train.seed)
     check_play(config.env, rollout)
     check_engine(config.engine)
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    check_rows(data.rows, mesh)
+    mesh = make_mesh(**dataclasses.asdict(config.mesh))
+    kernel = supervised.make_compute(config.compute, mesh).kernel
+    check_batch(data.rows, data.max_length, mesh, kernel.implementation)
     sources, panel = read_task_sources(data, config.env, train.val_tasks)
     mixture = Mixture(sources, train.seed)
     yardsticks = _yardsticks(train, panel, rollout)

@@ -18,13 +18,12 @@ import numpy as np
 from manus_jax.chat import ChatStream, ConversationError
 from manus_jax.dataset import DatasetError, Mixture, Task, read_tasks, without
 from manus_jax.learner import objectives
-from manus_jax.learner.mesh import make_mesh, param_shardings
+from manus_jax.learner.mesh import check_batch, check_model, make_mesh, param_shardings
 from manus_jax.learner.optimizer import adamw, learning_rate
 from manus_jax.learner.packing import Layout, Packed, PackingError, Sample, fit, pack
 from manus_jax.learner.packing import with_loss_weights as weigh
 from manus_jax.learner.update import (
     TrainState,
-    check_rows,
     init_state,
     make_evaluate,
     make_update,
@@ -127,8 +126,9 @@ def unigram_entropy(samples: Sequence[Sample]) -> float:
 def run(config: SftConfig, operative_config: str) -> dict[str, float]:
     """Trains to `sft.total_steps`, from the newest checkpoint if there is one; final metrics."""
     sft, data = config.sft, config.data
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    check_rows(data.rows, mesh)
+    mesh = make_mesh(**dataclasses.asdict(config.mesh))
+    compute = make_compute(config.compute, mesh)
+    check_batch(data.rows, data.max_length, mesh, compute.kernel.implementation)
     sources, held_out = read_conversations(data)
     source = policy_source.from_path(Path(config.model.path)) if config.model.path else None
     directory = RunDirectory(sft.run_dir, operative_config)
@@ -138,7 +138,7 @@ def run(config: SftConfig, operative_config: str) -> dict[str, float]:
         source = policy_source.from_scratch(config.scratch, texts, sft.seed, directory.model)
     source = source.keep_card(directory.model)
 
-    compute = make_compute(config.compute, mesh)
+    check_model(source.card.architecture, mesh, compute.kernel.implementation)
     graphdef, shapes = abstract_model(Transformer, source.card.architecture, compute)
     opt = config.optimizer
     lr = learning_rate(opt.lr, opt.schedule, opt.warmup_steps, sft.total_steps, opt.min_lr_ratio)

@@ -4,6 +4,7 @@ What the command would then run is replaced, so that no model is loaded and no s
 it was given is checked as far as settings alone can be.
 """
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -13,8 +14,7 @@ from envs import registry
 from manus_jax import evaluate, sft, train
 from manus_jax.agentgym.table import ENVIRONMENTS
 from manus_jax.config import ConfigError
-from manus_jax.learner.mesh import make_mesh
-from manus_jax.learner.update import check_rows
+from manus_jax.learner.mesh import check_batch, make_mesh
 from manus_jax.rewards import RewardSettings
 from manus_jax.runtime import assembly
 from manus_jax.runtime.playing import check_play, make_rollout
@@ -64,7 +64,9 @@ def test_a_training_config_fits_together(path, monkeypatch):
     assembly._check_sizes(config, recipe)
     RewardSettings(config.algorithm.reward, config.algorithm.reward_parameters)
     check_play(config.env, make_rollout(config.rollout, config.train.seed))
-    check_rows(config.data.rows, make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor))
+    check_batch(
+        config.data.rows, config.data.max_length, make_mesh(**dataclasses.asdict(config.mesh))
+    )
     schedule = config.train.turns_schedule
     assert not schedule or schedule[-1] == config.rollout.max_turns
     assert config.train.batch_size % (config.algorithm.mini_batch_size or 1) == 0
