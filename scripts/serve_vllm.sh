@@ -3,29 +3,56 @@
 #
 #   MANUS_JAX_VLLM_PYTHON=vllm/bin/python scripts/serve_vllm.sh DIR [N [PORT]] [-- options]
 #
-# DIR is a Hugging Face directory or one with published versions. With GPUs, server n gets GPU n.
+# DIR is a Hugging Face directory or one with published versions. With GPUs (CUDA_VISIBLE_DEVICES, or
+# all that nvidia-smi finds) each server gets TENSOR_PARALLEL of them (1), and N is how many that
+# makes; without, N is 1. HOST is where they listen (127.0.0.1); a private address needs a key,
+# VLLM_API_KEY or --api-key-file. Each says "serving URL" when it is ready.
 # Options are those of python -m manus_jax.serve, and after a second -- vLLM's own.
 set -euo pipefail
+
+die() {
+  echo "serve_vllm.sh: $*" >&2
+  exit 2
+}
 
 if (($# < 1)) || [[ $1 == -* ]]; then
   echo "usage: scripts/serve_vllm.sh DIR [N [PORT]] [-- options of python -m manus_jax.serve]" >&2
   exit 2
 fi
-model=$1 count=1 port=8000
+model=$1 count='' port=8000 host=${HOST:-127.0.0.1} group=${TENSOR_PARALLEL:-1}
 shift
 if (($#)) && [[ $1 != -- ]]; then count=$1 && shift; fi
 if (($#)) && [[ $1 != -- ]]; then port=$1 && shift; fi
 if (($#)); then shift; fi
+for number in "${count:-1}" "$port" "$group"; do
+  [[ $number =~ ^[1-9][0-9]*$ ]] || die "'$number' is no number from 1 on"
+done
+
+visible=${CUDA_VISIBLE_DEVICES-}
+if [[ -z ${CUDA_VISIBLE_DEVICES+set} ]] && command -v nvidia-smi >/dev/null; then
+  visible=$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,) || visible=''
+fi
+IFS=, read -ra gpus <<<"$visible"
+count=${count:-$((${#gpus[@]} ? ${#gpus[@]} / group : 1))}
+if ((${#gpus[@]} && (count == 0 || count * group > ${#gpus[@]}))); then
+  die "$count servers x TENSOR_PARALLEL $group = $((count * group)) GPUs, and there are ${#gpus[@]}: $visible"
+fi
+
+# Options of this project's come before a --, vLLM's after it.
+own=() theirs=()
+if ((group > 1)); then theirs+=(--tensor-parallel-size "$group"); fi
+while (($#)) && [[ $1 != -- ]]; do own+=("$1") && shift; done
+if (($#)); then shift; fi
+theirs+=("$@")
 
 servers=()
 trap '((${#servers[@]})) && kill "${servers[@]}" 2>/dev/null; wait' EXIT
 trap 'exit 130' INT TERM
 for ((n = 0; n < count; n++)); do
-  gpu=()
-  if command -v nvidia-smi >/dev/null; then gpu=("CUDA_VISIBLE_DEVICES=$n"); fi
-  env "${gpu[@]}" "${PYTHON:-python}" -m manus_jax.serve \
-    --model "$model" --port $((port + n)) "$@" &
+  mine=()
+  if ((${#gpus[@]})); then mine=(--gpus "$(IFS=, && echo "${gpus[*]:n * group:group}")"); fi
+  "${PYTHON:-python}" -m manus_jax.serve --model "$model" --host "$host" --port $((port + n)) \
+    "${mine[@]}" "${own[@]}" -- "${theirs[@]}" &
   servers+=($!)
-  echo "http://127.0.0.1:$((port + n))"
 done
 wait -n

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from manus_jax.rollout.engine import EngineError
+from manus_jax.rollout.vllm_access import KEY_VARIABLE
 from manus_jax.rollout.vllm_server import ServerFailure, VllmServer
 
 _POLL = 0.2
@@ -39,9 +40,10 @@ class ServerRecipe:
 
 @dataclasses.dataclass(eq=False)
 class _Place:
-    """The address of one server, through all the processes that fill it."""
+    """The address and the GPUs of one server, through all the processes that fill it."""
 
     port: int
+    gpus: tuple[str, ...]
     log: Path
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
@@ -52,19 +54,27 @@ class _Place:
 
 
 class ManagedServers:
-    """`count` servers on free ports of this machine; what they print goes to files in `logs`.
+    """Servers on free ports of this machine, one for each group of `gpus`; what they print goes to
+    files in `logs`. An empty group leaves its server what this process sees.
 
     Returns when all of them answer. EngineError, with the last line that was written, if one ends
     before that, or takes longer than `start_seconds`.
     """
 
     def __init__(
-        self, recipe: ServerRecipe, count: int, logs: Path, start_seconds: float = 900.0
+        self,
+        recipe: ServerRecipe,
+        gpus: Sequence[tuple[str, ...]],
+        logs: Path,
+        start_seconds: float = 900.0,
     ) -> None:
         self._recipe = recipe
         self._start_seconds = start_seconds
         logs.mkdir(parents=True, exist_ok=True)
-        self._places = [_Place(port, logs / f"vllm-{port}.log") for port in _free_ports(count)]
+        self._places = [
+            _Place(port, group, logs / f"vllm-{port}.log")
+            for port, group in zip(_free_ports(len(gpus)), gpus, strict=True)
+        ]
         self._ending = threading.Event()
         self._started = threading.Event()
         self._problem: str | None = None
@@ -110,9 +120,14 @@ class ManagedServers:
         command += ["--parent-pid", str(os.getpid())]
         if recipe.python is not None:
             command += ["--python", recipe.python]
+        if place.gpus:
+            command += ["--gpus", ",".join(place.gpus)]
+        # On loopback, with nobody but this program to ask it anything, a server needs no key.
+        environment = {k: v for k, v in os.environ.items() if k != KEY_VARIABLE}
         with place.log.open("ab") as log:
             place.process = subprocess.Popen(
                 [*command, "--", *recipe.more],
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -122,8 +137,7 @@ class ManagedServers:
     def _await_all(self) -> None:
         deadline = time.monotonic() + self._start_seconds
         for place in self._places:
-            server = VllmServer(place.url)
-            while not _answers(server) and not self._ending.wait(_POLL):
+            while not answers(place.url) and not self._ending.wait(_POLL):
                 assert place.process is not None
                 status = place.process.poll()
                 if status is not None:
@@ -135,7 +149,6 @@ class ManagedServers:
                     )
                 if self._problem is not None:
                     return
-            server.close()
 
     def _watch(self, place: _Place) -> None:
         if place.process is None or place.process.poll() is None:
@@ -163,11 +176,15 @@ def _end_group(pid: int, number: int) -> None:
         os.killpg(pid, number)
 
 
-def _answers(server: VllmServer) -> bool:
+def answers(url: str) -> bool:
+    """Whether a server there says that it is well."""
+    server = VllmServer(url)
     try:
         server.check_health()
     except ServerFailure:
         return False
+    finally:
+        server.close()
     return True
 
 
