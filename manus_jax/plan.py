@@ -1,0 +1,85 @@
+"""`python -m manus_jax.plan --gin_file=F --topology=v5e:8x8`: would it fit, and how fast?"""
+
+import json
+import sys
+import typing
+from pathlib import Path
+
+import jax
+
+from manus_jax import command, config
+from manus_jax.models.architecture import Architecture
+from manus_jax.planning.architectures import find_architecture
+from manus_jax.planning.plans import make_plan
+from manus_jax.planning.search import nearest_that_fits
+from manus_jax.planning.tables import as_json, render
+from manus_jax.planning.topologies import find_topology, has_tpu_compiler
+from manus_jax.runtime.designs import TrainConfig
+from manus_jax.settings import ScratchSettings
+
+
+def read_config(files: list[str], params: list[str]) -> TrainConfig:
+    """The settings of a training run, as `manus_jax.train` reads them."""
+    config.parse(files, params)
+    hints = typing.get_type_hints(TrainConfig)
+    classes = {name: cls for name, cls in hints.items() if hasattr(cls, "gin_name")}
+    built = dict(zip(classes, config.build(*classes.values()), strict=True))
+    read: list[type] = [*classes.values()]
+    built["scratch"] = None
+    if built["model"].path is None:
+        read.append(ScratchSettings)
+        (built["scratch"],) = config.build(ScratchSettings)
+    config.refuse_unread(read)
+    return TrainConfig(**built)
+
+
+def architecture_of(settings: TrainConfig, name: str | None) -> Architecture:
+    """The model to plan: `name`, or what the settings say."""
+    if name is None and settings.model.path is not None:
+        name = settings.model.path
+        if not Path(name).exists():
+            name = Path(name).name
+    if name is not None:
+        return find_architecture(name)
+    assert settings.scratch is not None
+    family = settings.scratch.family
+    return Architecture(
+        **vars(settings.scratch), qkv_bias=family == "qwen2", qk_norm=family == "qwen3"
+    )
+
+
+def main(arguments: list[str]) -> None:
+    parser = config.argument_parser("plan", "Compiles a run's updates for chips that are not here.")
+    parser.add_argument("--topology", required=True, help="v5e:8x8, v5p:2x2x4, cuda:8x80GB, ...")
+    parser.add_argument("--slices", type=int, default=1, help="of a TPU topology, over a network")
+    parser.add_argument("--architecture", help="qwen2.5-7b, ...; a config.json; or model.path's")
+    parser.add_argument("--trained", type=float, default=0.3, help="share of agent tokens (0.3)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers there too")
+    args = parser.parse_args(arguments)
+    jax.config.update("jax_platforms", "cpu")
+    settings = read_config(args.gin_file, args.gin_param)
+    arch = architecture_of(settings, args.architecture)
+    topology = find_topology(args.topology, args.slices)
+    if topology.chip.kind == "tpu" and not has_tpu_compiler():
+        note = "libtpu is not installed, so this is an estimate: pip install 'manus-jax[plan]'"
+        print(note, file=sys.stderr)
+    plan = make_plan(settings, arch, topology, args.trained)
+    print(render(plan), end="")
+    made = as_json(plan)
+    if not plan.fits:
+        say = lambda line: print(line, file=sys.stderr, flush=True)
+        found = nearest_that_fits(settings, arch, topology, args.trained, plan, say)
+        if found is None:
+            print("\nNo remat policy, micro-batch or mesh fits on these chips: take more of them.")
+        else:
+            print("\nThe nearest settings that fit:")
+            print("\n".join(f"  --gin_param={line!r}" for line in found.lines))
+            print()
+            print(render(found.plan), end="")
+            made["nearest"] = {"gin_params": list(found.lines), **as_json(found.plan)}
+    if args.json:
+        args.json.write_text(json.dumps(made, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    command.run(main, interrupted="nothing was written")

@@ -1,0 +1,1 @@
+"""What an update will need on hardware that is not there: memory, work, traffic, time."""
