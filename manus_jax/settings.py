@@ -63,6 +63,30 @@ class MeshSettings:
     slices: int | None = None  # parts of "data" joined by DCN; None: as TPU devices tell, else 1
 
 
+@settings("distributed")
+class DistributedSettings:
+    """Many processes that are one program, each with devices of its own (docs/multi_host.md)."""
+
+    mode: Literal["auto", "on", "off"] = "auto"  # auto: on where a cluster is found
+    coordinator: str | None = None  # host:port of process 0; None: JAX finds it
+    processes: int | None = None  # how many there are; None: JAX finds it
+    process_id: int | None = None  # which one this is; None: JAX finds it
+    connect_s: float = 300.0  # in which all processes must have come together
+    heartbeat_s: float = 30.0  # a process that is silent for so long is dead
+    together_s: float = 3600.0  # the longest that one thing done together takes, compiling included
+
+    def __post_init__(self) -> None:
+        for name in ("connect_s", "heartbeat_s", "together_s"):
+            value = getattr(self, name)
+            _require(value >= 1, f"distributed.{name} = {value:g}: at least 1")
+        number, count = self.process_id, self.processes
+        _require(
+            number is None or count is None or 0 <= number < count,
+            f"distributed.process_id = {number} of distributed.processes = {count}: from 0 to "
+            f"{(count or 1) - 1}",
+        )
+
+
 @settings("optimizer")
 class OptimizerSettings:
     lr: float = 1e-6

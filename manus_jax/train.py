@@ -8,11 +8,14 @@ from manus_jax.rollout.vllm_options import claim_gpus
 from manus_jax.runtime.assembly import open_trainer
 from manus_jax.runtime.closing import print_closing
 from manus_jax.runtime.designs import TrainConfig
+from manus_jax.runtime.distributed import Team, joined
+from manus_jax.runtime.following import follow
 from manus_jax.runtime.run_directory import disk_errors
 from manus_jax.settings import (
     AlgorithmSettings,
     ComputeSettings,
     DataSettings,
+    DistributedSettings,
     EngineSettings,
     EnvSettings,
     MeshSettings,
@@ -23,6 +26,7 @@ from manus_jax.settings import (
     TrainSettings,
     WarmStartSettings,
 )
+from manus_jax.weights.host_tensors import spread
 
 
 def main(arguments: list[str]) -> None:
@@ -40,6 +44,7 @@ def main(arguments: list[str]) -> None:
         "warm_start": WarmStartSettings,
         "optimizer": OptimizerSettings,
         "mesh": MeshSettings,
+        "distributed": DistributedSettings,
         "compute": ComputeSettings,
     }
     built = dict(zip(classes, config.build(*classes.values()), strict=True))
@@ -50,19 +55,30 @@ def main(arguments: list[str]) -> None:
         read.append(ScratchSettings)
         (built["scratch"],) = config.build(ScratchSettings)
     config.refuse_unread(read)
+    distributed = built.pop("distributed")
     settings = TrainConfig(**built)
+    with joined(distributed, command.USER_ERRORS) as team:
+        if team is None or team.leads:
+            lead(settings, team)
+        else:
+            follow(settings, team)
+
+
+def lead(settings: TrainConfig, team: Team | None) -> None:
+    """Trains, exports and tells of it; with the other processes of the team, if there is one."""
+    train = settings.train
     with (
-        disk_errors(Path(settings.train.run_dir)),
-        open_trainer(settings, config.operative_config()) as trainer,
+        disk_errors(Path(train.run_dir)),
+        open_trainer(settings, config.operative_config(), team) as trainer,
     ):
         trainer.run()
-        step = settings.train.total_steps
-        export = trainer.directory.export(step)
-        if settings.train.export and not settings.train.val_only and not export.exists():
+        export = trainer.directory.export(train.total_steps)
+        if train.export and not train.val_only and not export.exists():
             export.parent.mkdir(exist_ok=True)
             card = huggingface.ModelCard.load(trainer.directory.model)
-            huggingface.save_hf(trainer.policy.state.params, card, export)
-    print_closing(trainer.directory, settings.train.yardsticks, settings.train.next_command)
+            params = trainer.policy.state.params
+            huggingface.save_hf(params if team is None else spread(params, team.tell), card, export)
+    print_closing(trainer.directory, train.yardsticks, train.next_command)
 
 
 if __name__ == "__main__":

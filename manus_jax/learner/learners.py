@@ -2,20 +2,22 @@
 
 A `Learner` is what the training loop holds of a model. It knows packing and the mesh, nothing of
 episodes or algorithms: samples with per-token fields come in, metrics and per-token numbers go out.
+
+Of several processes only the first has samples. It tells the others what it is about to run, and
+they run the same programs on batches that are blank until process 0's takes their place.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from manus_jax.learner import objectives
-from manus_jax.learner.mesh import param_shardings
-from manus_jax.learner.packing import Layout, Sample, pack, with_loss_weights
+from manus_jax.learner.packing import Layout, Packed, Sample, pack, with_loss_weights
 from manus_jax.learner.update import (
     Objective,
     Params,
@@ -27,7 +29,16 @@ from manus_jax.learner.update import (
     state_shardings,
 )
 
-_ROWS = ("input_ids", "segment_ids", "positions", "loss_mask")
+# What every packed batch holds; all other fields are float32.
+_ROWS = {
+    "input_ids": np.int32,
+    "segment_ids": np.int32,
+    "positions": np.int32,
+    "loss_mask": np.bool_,
+}
+
+Tell = Callable[..., None]
+"""Says to the other processes, if there are any, what all are about to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +56,13 @@ class Design:
 
 
 class Learner:
-    """One model in training."""
+    """One model in training; `name` is what other processes know it by."""
 
-    def __init__(self, params: Params, design: Design, mesh: Mesh):
+    def __init__(self, params: Params, design: Design, mesh: Mesh, name: str, tell: Tell):
         self.mesh = mesh
         self.layout = design.layout
         self.state = init_state(params, design.optimizer, mesh)
+        self._name, self._tell = name, tell
         self._shapes, self._optimizer = design.shapes, design.optimizer
         self._update = make_update(design.objective, design.optimizer, mesh, design.shapes)
         self._forward = make_forward(design.forward, mesh, design.shapes)
@@ -72,27 +84,47 @@ class Learner:
         """One optimizer step on the samples; means over their trained tokens."""
         weighed = with_loss_weights(_only(samples, fields), aggregation, norm_constant)
         packed = pack(weighed, self.layout)
-        self.state, sums = self._update(self.state, *put_batch(packed, self.mesh))
+        self._tell(do="update", learner=self._name, fields=sorted(packed.arrays))
+        sums = self.update_packed(packed)
         return {**objectives.token_means(sums), **packed.metrics()}
 
-    def forward(self, samples: Sequence[Sample], params: Params | None = None) -> list[np.ndarray]:
+    def update_packed(self, packed: Packed) -> dict[str, jax.Array]:
+        """What all processes do of `update`; the sums of its metrics."""
+        self.state, sums = self._update(self.state, *put_batch(packed, self.mesh))
+        return sums
+
+    def forward(
+        self, samples: Sequence[Sample], reference: "Reference | None" = None
+    ) -> list[np.ndarray]:
         """Log-probs or values of each sample's tokens, float32 [T], 0 outside its mask.
 
-        `params` stand in for the learner's own: a reference policy.
+        A `reference` policy may stand in for the learner's own parameters.
         """
         outputs: list[np.ndarray] = []
         capacity = self.layout.micro_batches * self.layout.rows
         for start in range(0, len(samples), capacity):
             part = samples[start : start + capacity]
             packed = pack(_only(part, ()), self.layout)
-            batch, used = put_batch(packed, self.mesh)
-            rows = {name: batch[name] for name in _ROWS}
-            out = self._forward(self.state.params if params is None else params, rows, used)
+            self._tell(do="forward", learner=self._name, reference=reference is not None)
+            out = self.forward_packed(packed, reference)
             outputs += [
                 np.where(s.loss_mask, x, 0.0).astype(np.float32)
                 for s, x in zip(part, packed.unpack(np.asarray(out)), strict=True)
             ]
         return outputs
+
+    def forward_packed(self, packed: Packed, reference: "Reference | None") -> jax.Array:
+        """What all processes do of `forward`; float32 [micro_batches, rows, length]."""
+        params = self.state.params if reference is None else reference.params()
+        return self._forward(params, *put_batch(packed, self.mesh))
+
+    def blank(self, fields: Sequence[str] = tuple(_ROWS)) -> Packed:
+        """A batch of `fields` with nothing in it, for a process that has no samples."""
+        shape = (self.layout.micro_batches, self.layout.rows, self.layout.length)
+        arrays: dict[str, np.ndarray] = {
+            name: np.zeros(shape, _ROWS.get(name, np.float32)) for name in fields
+        }
+        return Packed(arrays, (), 0)
 
 
 def _only(samples: Sequence[Sample], fields: Sequence[str]) -> list[Sample]:
@@ -100,13 +132,29 @@ def _only(samples: Sequence[Sample], fields: Sequence[str]) -> list[Sample]:
 
 
 class Reference:
-    """A frozen policy. On the host it costs device memory only while it is used."""
+    """A frozen policy. On the host it costs device memory only while it is used.
 
-    def __init__(self, params: Params, on_host: bool, mesh: Mesh):
-        copied = jax.tree.map(lambda x: x.copy(), params)
-        self._on_host = on_host
-        self._params: Any = jax.device_get(copied) if on_host else copied
-        self._shardings = param_shardings(params, mesh)
+    There each process keeps the slices of its own devices.
+    """
+
+    def __init__(self, params: Params, on_host: bool):
+        self._kept = jax.tree.map(_HostArray if on_host else jnp.copy, params)
 
     def params(self) -> Params:
-        return jax.device_put(self._params, self._shardings) if self._on_host else self._params
+        return jax.tree.map(
+            lambda x: x.on_devices() if isinstance(x, _HostArray) else x, self._kept
+        )
+
+
+class _HostArray:
+    """This process's slices of an array, in host memory; equal slices are kept once."""
+
+    def __init__(self, array: jax.Array):
+        self._shape, self._sharding = array.shape, array.sharding
+        shards = {str(shard.index): shard.data for shard in array.addressable_shards}
+        self._slices = {index: np.array(data) for index, data in shards.items()}
+
+    def on_devices(self) -> jax.Array:
+        return jax.make_array_from_callback(
+            self._shape, self._sharding, lambda index: self._slices[str(index)]
+        )

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from manus_jax.learner.mesh import (
@@ -57,16 +58,25 @@ def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Me
     shardings = state_shardings(params, optimizer, mesh)
     params = jax.device_put(params, shardings.params)
     opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
-    zero = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
+    zero = jnp.zeros((), jnp.int32, device=shardings.step)
     return TrainState(params, opt_state, zero, jnp.copy(zero))
 
 
 def put_batch(packed: Packed, mesh: Mesh) -> tuple[Batch, jax.Array]:
-    """A packed batch on the mesh, split over it, and how many micro-batches it uses."""
-    check_batch(*packed.arrays["input_ids"].shape[1:], mesh)
-    return jax.device_put(
-        (packed.arrays, np.int32(packed.used)), (batch_sharding(mesh), replicated(mesh))
-    )
+    """A packed batch on the mesh, split over it, and how many micro-batches it uses.
+
+    Of several processes all call this in step, with arrays of the same names and shapes; the batch
+    is that of process 0.
+    """
+    _, rows, length = packed.arrays["input_ids"].shape
+    check_batch(rows, length, mesh)
+    batch = (packed.arrays, np.int32(packed.used))
+    shardings = (batch_sharding(mesh), replicated(mesh))
+    if jax.process_count() == 1:
+        return jax.device_put(batch, shardings)
+    arrays, used = multihost_utils.broadcast_one_to_all(batch)
+    place = lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index])
+    return {name: place(x, shardings[0]) for name, x in arrays.items()}, place(used, shardings[1])
 
 
 def _micro_batch(batch: Batch, index: Any) -> Batch:
@@ -156,8 +166,10 @@ def make_forward(
 ) -> Callable[[Params, Batch, Any], jax.Array]:
     """Compiles `forward(params, batch, used) -> float32 [micro_batches, rows, length]`.
 
-    `function` maps a micro-batch to float32 [rows, length]: log-probs or values.
+    `function` maps a micro-batch to float32 [rows, length]: log-probs or values. Of several
+    processes each gets the whole of it.
     """
+    split = jax.process_count() == 1
 
     def forward(params: Params, batch: Batch, used: jax.Array) -> jax.Array:
         def body(index: jax.Array, out: jax.Array) -> jax.Array:
@@ -170,5 +182,5 @@ def make_forward(
     return jax.jit(
         forward,
         in_shardings=(param_shardings(params, mesh), batch_sharding(mesh), replicated(mesh)),
-        out_shardings=batch_sharding(mesh),
+        out_shardings=batch_sharding(mesh) if split else replicated(mesh),
     )

@@ -1,25 +1,27 @@
 """Settings into a trainer: every part of a run built, checked and connected, in order of cost.
 
 What can be wrong is found first: names, sizes, files, the mesh. Then come the servers, the warm
-start, the weights, and last the engine.
+start, the weights, and last the engine. Of several processes the first builds all of this; what the
+others build with it (`following`) is in functions of its own.
 """
 
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from envs.traces import conversation_of
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.algorithms.recipes import Recipe
 from manus_jax.config import ConfigError
 from manus_jax.dataset import Mixture, Task, read_tasks, without
-from manus_jax.learner.learners import Learner, Reference
+from manus_jax.learner.learners import Learner, Reference, Tell
 from manus_jax.learner.mesh import check_batch, make_mesh, param_shardings
-from manus_jax.models.transformer import critic_from_policy
+from manus_jax.models.transformer import Params, critic_from_policy
 from manus_jax.rewards import RewardSettings
 from manus_jax.rollout.dialogue import EngineAgent
 from manus_jax.rollout.player import Agent
@@ -36,6 +38,7 @@ from manus_jax.runtime.designs import (
     make_recipe,
     policy_lr,
 )
+from manus_jax.runtime.distributed import Preemption, Team, alone, dismissed_at_the_end
 from manus_jax.runtime.evaluation import evaluate_policy
 from manus_jax.runtime.metric_sinks import check_sinks
 from manus_jax.runtime.panels import Panel, listed_tasks, make_panel, split_tasks
@@ -48,6 +51,7 @@ from manus_jax.runtime.playing import (
 )
 from manus_jax.runtime.policy_source import PolicySource
 from manus_jax.runtime.run_directory import RunDirectory, write_atomically
+from manus_jax.runtime.stopping import Preempted
 from manus_jax.runtime.training import Trainer
 from manus_jax.settings import (
     DataSettings,
@@ -55,7 +59,11 @@ from manus_jax.settings import (
     SftSettings,
     TrainSettings,
 )
+from manus_jax.weights.host_tensors import spread
 
+_TRACES = "traces.jsonl"
+# Engines that read weights tensor by tensor, through weights/host_tensors.py.
+_PUBLISHING = ("vllm",)
 Sources = list[tuple[str, list[Task], float]]
 
 
@@ -108,42 +116,49 @@ def _yardsticks(train: TrainSettings, panel: Panel, rollout: RolloutSettings) ->
     return made
 
 
-def warm_start(
+def play_traces(
     config: TrainConfig, directory: RunDirectory, sources: Sources, pool: EnvironmentPool
-) -> Path:
-    """Fine-tunes on episodes of the training tasks; the Hugging Face directory it makes.
+) -> None:
+    """Episodes of the training tasks to fine-tune on, as conversations in a file.
 
     The oracle and chance play through the same prompts and formats that the model will meet.
     """
     settings = config.warm_start
-    folder = directory.path / "warm_start"
-    folder.mkdir(exist_ok=True)
-    traces = folder / "traces.jsonl"
-    if not traces.exists():
-        tasks = Mixture(sources, config.train.seed).next_batch(settings.traces)
-        rollout = make_rollout(config.rollout, config.train.seed)
-        by_chance = round(settings.random_share * len(tasks))
-        specs = episode_specs(tasks)
-        played = run_episodes(specs[:by_chance], RandomPolicy(config.train.seed), pool, rollout)
-        # The oracle shows the whole way, also where the agent may only go a part of it.
-        patient = dataclasses.replace(rollout, max_turns=1000)
-        shown = run_episodes(specs[by_chance:], OraclePolicy(), pool, patient)
-        won = [t for t in trajectories(shown) if t.success]
-        if not won:
-            raise ConfigError(f"the oracle won none of {len(shown)} training tasks")
-        won += trajectories(played)
-        lines = (
-            json.dumps({"item_id": t.task.item_id, "conversations": conversation_of(t)}) + "\n"
-            for t in won
-        )
-        write_atomically(traces, "".join(lines))
+    traces = directory.warm_start / _TRACES
+    if traces.exists():
+        return
+    traces.parent.mkdir(exist_ok=True)
+    tasks = Mixture(sources, config.train.seed).next_batch(settings.traces)
+    rollout = make_rollout(config.rollout, config.train.seed)
+    by_chance = round(settings.random_share * len(tasks))
+    specs = episode_specs(tasks)
+    played = run_episodes(specs[:by_chance], RandomPolicy(config.train.seed), pool, rollout)
+    # The oracle shows the whole way, also where the agent may only go a part of it.
+    patient = dataclasses.replace(rollout, max_turns=1000)
+    shown = run_episodes(specs[by_chance:], OraclePolicy(), pool, patient)
+    won = [t for t in trajectories(shown) if t.success]
+    if not won:
+        raise ConfigError(f"the oracle won none of {len(shown)} training tasks")
+    won += trajectories(played)
+    lines = (
+        json.dumps({"item_id": t.task.item_id, "conversations": conversation_of(t)}) + "\n"
+        for t in won
+    )
+    write_atomically(traces, "".join(lines))
+
+
+def warm_start(config: TrainConfig, directory: RunDirectory) -> Path:
+    """Fine-tunes on the traces, all processes together; where the model is that comes of it."""
+    settings = config.warm_start
+    alone = jax.process_count() == 1
     sft = SftSettings(
-        run_dir=str(folder),
+        run_dir=str(directory.warm_start),
         total_steps=settings.steps,
         batch_size=settings.batch_size,
         seed=config.train.seed,
         save_freq=settings.steps,
         test_freq=settings.steps,
+        export=alone,  # of many, each reads its own shards of the checkpoint
     )
     optimizer = dataclasses.replace(
         config.optimizer,
@@ -153,7 +168,11 @@ def warm_start(
         min_lr_ratio=0.1,
     )
     data = dataclasses.replace(
-        config.data, train_files=(str(traces),), train_weights=(), val_files=(), overlong="cut"
+        config.data,
+        train_files=(str(directory.warm_start / _TRACES),),
+        train_weights=(),
+        val_files=(),
+        overlong="cut",
     )
     supervised.run(
         supervised.SftConfig(
@@ -161,12 +180,18 @@ def warm_start(
         ),
         repr((sft, data, config.model, config.scratch, optimizer)),
     )
-    return folder / "export" / str(settings.steps)
+    return directory.warm_start / "export" / str(settings.steps) if alone else directory.warm_start
 
 
 @contextlib.contextmanager
-def open_trainer(config: TrainConfig, operative_config: str) -> Iterator[Trainer]:
-    """A trainer whose servers and engine live as long as the block."""
+def open_trainer(
+    config: TrainConfig, operative_config: str, team: Team | None = None
+) -> Iterator[Trainer]:
+    """A trainer whose servers and engine live as long as the block.
+
+    A `team` is of several processes, this being the first; its end is theirs.
+    """
+    tell = alone if team is None else team.tell
     train, data = config.train, config.data
     recipe = make_recipe(config.algorithm)
     _check_sizes(config, recipe)
@@ -189,54 +214,104 @@ def open_trainer(config: TrainConfig, operative_config: str) -> Iterator[Trainer
         pool = stack.enter_context(open_servers(config.env))
         path = config.model.path
         if config.warm_start.steps:
-            path = str(warm_start(config, directory, sources, pool))
+            play_traces(config, directory, sources, pool)
+            if team is not None:
+                _make_tokenizer(config, directory)
+            tell(do="warm_start")
+            path = str(warm_start(config, directory))
         assert path is not None
         source = policy_source.from_path(Path(path)).keep_card(directory.model)
-        policy, critic, reference, lr = _learners(config, recipe, source, mesh)
+        tell(do="build", model=path)
+        learners, reference = build_learners(config, recipe, source, mesh, tell)
+        checkpoints = open_checkpoints(config, directory, learners)
+        stack.callback(checkpoints.close)
+        policy = learners["policy"]
+        weights = _weights_for(config.engine.name, policy, team)
         engine = stack.enter_context(
-            open_engine(source, policy.state.params, config.engine, rollout.max_total_tokens)
+            open_engine(source, weights(), config.engine, rollout.max_total_tokens)
         )
         agent = EngineAgent(engine, source.tokenizer)
-        checkpoints = Checkpoints(
-            directory.checkpoints,
-            keep=train.keep_checkpoints,
-            parts=("policy",) if critic is None else ("policy", "critic"),
-            best=True,
-        )
-        stack.callback(checkpoints.close)
         validation = make_rollout(config.rollout, train.seed, train.val_temperature)
         policies: dict[str, Agent] = {"val": agent, **yardsticks}
-        yield Trainer(
-            train=train,
-            algorithm=config.algorithm,
-            recipe=recipe,
-            reward=reward,
-            rollout=rollout,
-            mixture=mixture,
-            policy=policy,
-            critic=critic,
-            reference=reference,
-            engine=engine,
-            agent=agent,
-            pool=pool,
-            directory=directory,
-            checkpoints=checkpoints,
-            evaluate=lambda name: evaluate_policy(policies[name], pool, panel, validation),
-            lr=lr,
-        )
+        with dismissed_at_the_end(tell):
+            yield Trainer(
+                train=train,
+                algorithm=config.algorithm,
+                recipe=recipe,
+                reward=reward,
+                rollout=rollout,
+                mixture=mixture,
+                policy=policy,
+                critic=learners.get("critic"),
+                reference=reference,
+                engine=engine,
+                agent=agent,
+                pool=pool,
+                directory=directory,
+                checkpoints=checkpoints,
+                evaluate=lambda name: evaluate_policy(policies[name], pool, panel, validation),
+                lr=policy_lr(config),
+                weights=weights,
+                tell=tell,
+                preempted=None if team is None else _preempted_anywhere(team, checkpoints),
+            )
 
 
-def _learners(config: TrainConfig, recipe: Recipe, source: PolicySource, mesh: jax.sharding.Mesh):  # type: ignore[no-untyped-def]
-    """The policy, its critic and its reference, as the recipe needs them, and the schedule."""
+def _make_tokenizer(config: TrainConfig, directory: RunDirectory) -> None:
+    """Of a model from scratch, before anybody asks for it."""
+    if config.scratch is not None:
+        conversations = read_tasks(directory.warm_start / _TRACES, needs="conversation")
+        texts = (m.content for task in conversations for m in task.messages)
+        model = directory.warm_start / "model"
+        policy_source.from_scratch(config.scratch, texts, config.train.seed, model)
+
+
+def _weights_for(engine: str, policy: Learner, team: Team | None) -> Callable[[], Params]:
+    """The policy's weights of the moment, as an engine takes them.
+
+    Of weights that lie on several processes, an engine that publishes them reads one tensor at a
+    time; any other has a model of its own here, and gets it whole.
+    """
+    if team is None:
+        return lambda: policy.state.params
+    tensors = lambda: spread(policy.state.params, team.tell)
+    if engine in _PUBLISHING:
+        return tensors
+    return lambda: jax.tree.map(np.asarray, tensors())
+
+
+def _preempted_anywhere(team: Team, checkpoints: Checkpoints) -> Preempted:
+    preemption = Preemption(checkpoints.preempted)
+
+    def preempted(step: int) -> bool:
+        team.tell(do="preempted", step=step)
+        return preemption(step)
+
+    return preempted
+
+
+def build_learners(
+    config: TrainConfig, recipe: Recipe, source: PolicySource, mesh: jax.sharding.Mesh, tell: Tell
+) -> tuple[dict[str, Learner], Reference | None]:
+    """The policy, its critic and its reference, as the recipe needs them."""
     arch = source.card.architecture
     policy_design = design_policy(config, recipe, arch, mesh)
     params = source.load(param_shardings(policy_design.shapes, mesh))
     reference = None
     if recipe.needs_reference:
-        reference = Reference(params, config.algorithm.reference == "host", mesh)
-    critic = None
+        reference = Reference(params, config.algorithm.reference == "host")
+    learners = {}
     if recipe.needs_critic:
-        critic_design = design_critic(config, arch, mesh)
-        placed = param_shardings(critic_design.shapes, mesh)
-        critic = Learner(jax.device_put(critic_from_policy(params), placed), critic_design, mesh)
-    return Learner(params, policy_design, mesh), critic, reference, policy_lr(config)
+        design = design_critic(config, arch, mesh)
+        placed = param_shardings(design.shapes, mesh)
+        critic = jax.jit(critic_from_policy, out_shardings=placed)(params)
+        learners["critic"] = Learner(critic, design, mesh, "critic", tell)
+    return {"policy": Learner(params, policy_design, mesh, "policy", tell), **learners}, reference
+
+
+def open_checkpoints(
+    config: TrainConfig, directory: RunDirectory, learners: Mapping[str, Learner]
+) -> Checkpoints:
+    return Checkpoints(
+        directory.checkpoints, keep=config.train.keep_checkpoints, parts=tuple(learners), best=True
+    )

@@ -3,6 +3,9 @@
 A step's directory holds `params` and `optimizer` (arrays, sharded as they lie) and `host` (JSON:
 dataset cursor, counters, whatever the loop needs to go on). Orbax writes beside the final name
 and renames when all is there, so a checkpoint cut short by a kill is never listed.
+
+Of several processes all call the same methods in step; each writes its own shards below a directory
+that all see, and what is not an array is process 0's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,13 +47,19 @@ class Checkpoints:
                 keep_checkpoints_without_metrics=False,
             )
             policies.append(scored)
+        everyone = set(range(jax.process_count()))
+        self.directory.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(
             self.directory,
             item_names=(*(i for part in parts for i in _items(part)), "host"),
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=managers.AnyPreservationPolicy(policies),
-                create=True,
+                create=False,
                 cleanup_tmp_directories=True,
+                # Named, the processes meet at barriers with a time limit.
+                multiprocessing_options=ocp.options.MultiprocessingOptions(
+                    active_processes=everyone if len(everyone) > 1 else None
+                ),
             ),
         )
 
@@ -96,6 +105,13 @@ class Checkpoints:
             rest = loaded[optimizer]
             states[part] = TrainState(loaded[params], rest["state"], rest["step"], rest["skipped"])
         return states, loaded["host"]
+
+    def preempted(self, step: int) -> bool:
+        """Whether a host is to be given back; if so, all processes hear it at the same step.
+
+        Knows only what JAX takes note of (`distributed.Preemption`).
+        """
+        return self._manager.reached_preemption(step)
 
     def wait(self) -> None:
         """Blocks until everything begun is on disk; raises what the writing raised."""

@@ -31,7 +31,9 @@ class PolicySource:
     load: Callable[[Any], Params]
 
     def keep_card(self, directory: Path) -> "PolicySource":
-        """Writes the card to `directory` and refers to it there."""
+        """Writes the card to `directory` and refers to it there; process 0 does it for all."""
+        if jax.process_index() != 0:
+            return self
         self.card.save(directory)
         return dataclasses.replace(self, card=ModelCard.load(directory))
 

@@ -1,9 +1,13 @@
-"""A progress line with numbers: a live bar on a terminal, plain lines elsewhere."""
+"""A progress line with numbers: a live bar on a terminal, plain lines elsewhere.
+
+Of several processes the first speaks for all.
+"""
 
 import time
 from collections.abc import Mapping
 from types import TracebackType
 
+import jax
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -19,7 +23,7 @@ class ProgressLine:
     """`with ProgressLine("sft", total, start) as line: line.update(step, {"loss": 1.2})`."""
 
     def __init__(self, title: str, total: int, start: int = 0, every_s: float = 10.0):
-        self._console = Console()
+        self._console = Console(quiet=jax.process_index() != 0)
         self._title, self._total, self._start = title, total, start
         self._every_s, self._last, self._began = every_s, -float("inf"), time.monotonic()
         self._bar = Progress(

@@ -2,7 +2,8 @@
 
 The same command on the same directory goes on where the run stopped. A directory that belongs to
 another configuration is refused, with what differs. Settings that only say how long to run, how
-often to save, on which devices or where the servers are may change between two starts.
+often to save, on which devices and hosts or where the servers are may change between two starts.
+Of several processes only the first writes here; the others know where things are.
 """
 
 import contextlib
@@ -14,9 +15,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 # Bindings that leave the run's mathematics as it is.
 _MAY_CHANGE = re.compile(
-    r"^(mesh\.\w+|engine\.(options|slots|max_steps)|env\.(urls|servers_per_env)|"
+    r"^(mesh\.\w+|distributed\.\w+|engine\.(options|slots|max_steps)|env\.(urls|servers_per_env)|"
     r"\w+\.(run_dir|total_steps|save_freq|test_freq|keep_checkpoints|export|next_command|"
     r"tensorboard|wandb_project))$"
 )
@@ -31,6 +34,10 @@ class RunDirectory:
     def __init__(self, path: str | Path, operative_config: str):
         """Creates or opens `path`; raises when it holds another configuration's run."""
         self.path = Path(path).expanduser()
+        self._metrics = self.path / "metrics.jsonl"
+        self._writes = jax.process_index() == 0
+        if not self._writes:
+            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             config = self.path / "config.gin"
@@ -41,7 +48,6 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"run directory {self.path} cannot be written: {error}"
             ) from None
-        self._metrics = self.path / "metrics.jsonl"
 
     @property
     def model(self) -> Path:
@@ -52,11 +58,18 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def warm_start(self) -> Path:
+        """The run that fine-tunes the model before the first step."""
+        return self.path / "warm_start"
+
     def export(self, step: int) -> Path:
         return self.path / "export" / str(step)
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         """One JSON object per line; on disk when this returns."""
+        if not self._writes:
+            return
         with self._metrics.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
             file.flush()
@@ -74,6 +87,8 @@ class RunDirectory:
 
     def forget_metrics_after(self, step: int) -> None:
         """Drops lines of later steps: a resumed run writes them again."""
+        if not self._writes:
+            return
         kept = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
         write_atomically(self._metrics, "".join(kept))
 

@@ -5,6 +5,8 @@ it into per-token advantages, updates the policy (and the critic), and hands the
 engine under a new version. Which algorithm that is, the recipe says; the loop does not know. What
 decides the next step is all in the checkpoint: states, task cursor, KL controller. Random numbers
 are derived from the seed and the step, so a resumed run repeats none and skips none.
+
+Of several processes the first runs this loop; what all must do, it tells the others (`tell`).
 """
 
 import contextlib
@@ -27,7 +29,8 @@ from manus_jax.algorithms.kl import (
 )
 from manus_jax.algorithms.recipes import Recipe
 from manus_jax.dataset import Mixture, Task
-from manus_jax.learner.learners import Learner, Reference
+from manus_jax.learner.learners import Learner, Reference, Tell
+from manus_jax.models.transformer import Params
 from manus_jax.reporting.page import write_report
 from manus_jax.rewards import RewardSettings
 from manus_jax.rollout.dialogue import EngineAgent
@@ -46,7 +49,7 @@ from manus_jax.runtime.experience import Experience, add_advantages, comparable,
 from manus_jax.runtime.metric_sinks import open_sinks
 from manus_jax.runtime.progress import ProgressLine
 from manus_jax.runtime.run_directory import RunDirectory
-from manus_jax.runtime.stopping import Stopped, stop_requests
+from manus_jax.runtime.stopping import Preempted, Stopped, stop_requests
 from manus_jax.settings import AlgorithmSettings, TrainSettings
 
 
@@ -130,6 +133,9 @@ class Trainer:
     checkpoints: Checkpoints
     evaluate: Callable[[str], EvaluationResult]  # "val", or the name of a yardstick
     lr: Any  # step -> float
+    weights: Callable[[], Params]  # the policy's, as the engine takes them
+    tell: Tell
+    preempted: Preempted | None
 
     def __post_init__(self) -> None:
         self.allocation = RewardAllocation(
@@ -148,7 +154,9 @@ class Trainer:
         last: dict[str, float] = {}
         troubles = Troubles(train.max_bad_updates)
         with (
-            stop_requests("stopping after this step; once more stops at once") as stop,
+            stop_requests(
+                "stopping after this step; once more stops at once", self.preempted
+            ) as stop,
             ProgressLine("train", train.total_steps, start) as line,
             open_sinks(train, self.directory, start) as log,
         ):
@@ -166,6 +174,7 @@ class Trainer:
                 self._report(line)
             if train.val_only:
                 return last
+            stop.after(start)
             for step in range(start + 1, train.total_steps + 1):
                 metrics, bad_updates = self._step(step, timer)
                 metrics["training/global_step"] = float(step)
@@ -176,7 +185,8 @@ class Trainer:
                     with timer.phase("testing"):
                         metrics |= self._validate(step)
                     line.say(_validation_line(step, metrics))
-                if step % train.save_freq == 0 or step == train.total_steps or stop:
+                stopping = stop.after(step)
+                if step % train.save_freq == 0 or step == train.total_steps or stopping:
                     metrics |= timer.metrics()
                     with timer.phase("save_checkpoint"):
                         self._save(step, metrics)
@@ -186,12 +196,12 @@ class Trainer:
                 last |= metrics
                 # The report shows the metrics of its step, so its time is the next step's.
                 timer = Timer()
-                if step % train.test_freq == 0 or step == train.total_steps or stop:
+                if step % train.test_freq == 0 or step == train.total_steps or stopping:
                     with timer.phase("report"):
                         self._report(line)
                 shown = ("critic/score/mean", "episode/success_rate", "actor/pg_loss")
                 line.update(step, {name.split("/")[1]: metrics.get(name, 0.0) for name in shown})
-                if stop and step < train.total_steps:
+                if stopping and step < train.total_steps:
                     self.checkpoints.wait()
                     raise Stopped(
                         f"stopped after step {step} of {train.total_steps}, which is saved; "
@@ -233,7 +243,7 @@ class Trainer:
         update_metrics, bad = self._update(step, experience, timer)
         metrics |= update_metrics
         with timer.phase("update_weights"):
-            self.engine.update_weights(self.policy.state.params, step)
+            self.engine.update_weights(self.weights(), step)
         return metrics, bad
 
     def _experience(
@@ -250,7 +260,7 @@ class Trainer:
             experience = self._with_old_log_probs(experience, metrics)
         if self.reference is not None:
             with timer.phase("ref"):
-                ref = self.policy.forward(experience.samples, self.reference.params())
+                ref = self.policy.forward(experience.samples, self.reference)
                 experience = experience.with_field("ref_log_probs", ref)
         if self.critic is not None:
             with timer.phase("compute_values"):
@@ -369,9 +379,9 @@ class Trainer:
         bad = sum(int(m["update_skipped"]) for m in (*actor, *critic))
         return metrics, bad
 
-    def _states(self) -> dict[str, Any]:
-        states = {"policy": self.policy.state}
-        return states if self.critic is None else {**states, "critic": self.critic.state}
+    def _learners(self) -> dict[str, Learner]:
+        learners = {"policy": self.policy}
+        return learners if self.critic is None else {**learners, "critic": self.critic}
 
     def _save(self, step: int, metrics: dict[str, float]) -> None:
         rates = [v for k, v in metrics.items() if k.startswith("val/") and k.endswith("/score")]
@@ -381,25 +391,43 @@ class Trainer:
             "metrics": metrics,  # a kill may come before they are in their file
         }
         score = float(np.mean(rates)) if rates else None
-        self.checkpoints.save(step, self._states(), host, score)
+        self.tell(do="save", step=step, score=score)
+        save_states(self.checkpoints, step, self._learners(), host, score)
 
     def _restore(self) -> int:
         start = self.checkpoints.latest() or 0
         if start:
-            abstract = {"policy": self.policy.abstract_state()}
-            if self.critic is not None:
-                abstract["critic"] = self.critic.abstract_state()
-            states, host = self.checkpoints.restore(start, abstract)
-            self.policy.state = states["policy"]
-            if self.critic is not None:
-                self.critic.state = states["critic"]
+            self.tell(do="restore", step=start)
+            host = restore_states(self.checkpoints, start, self._learners())
             self.mixture.restore(host["mixture"])
             self.kl_controller = controller_from_json(host["kl_controller"])
-            self.engine.update_weights(self.policy.state.params, start)
+            self.engine.update_weights(self.weights(), start)
         self.directory.forget_metrics_after(start or -1)
         if start and all(line["step"] != start for line in self.directory.metrics()):
             self.directory.append_metrics({"step": start, **host["metrics"]})
         return start
+
+
+def save_states(
+    checkpoints: Checkpoints,
+    step: int,
+    learners: Mapping[str, Learner],
+    host: dict[str, Any],
+    score: float | None,
+) -> None:
+    """What all processes do of a save; `host` is process 0's."""
+    checkpoints.save(step, {name: x.state for name, x in learners.items()}, host, score)
+
+
+def restore_states(
+    checkpoints: Checkpoints, step: int, learners: Mapping[str, Learner]
+) -> dict[str, Any]:
+    """What all processes do of a restore; returns what was saved of the host."""
+    abstract = {name: learner.abstract_state() for name, learner in learners.items()}
+    states, host = checkpoints.restore(step, abstract)
+    for name, learner in learners.items():
+        learner.state = states[name]
+    return host
 
 
 def _advantages_by_uid(experience: Experience) -> dict[str, list[np.ndarray]]:

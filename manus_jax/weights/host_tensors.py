@@ -3,11 +3,12 @@
 Each tensor is put together from the slices that the devices hold, already in the type in which it
 is published, so nothing is gathered on a device and the host holds one tensor. Where a tensor's
 slices lie on several hosts, that tensor alone is gathered; then all processes must call in step.
+`SpreadTensor`s see to that where one process leads: whoever reads one makes the others take part.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -40,18 +41,72 @@ def tensor_sources(card: ModelCard) -> dict[str, Source]:
 
 def host_bytes(params: Any, source: Source) -> np.ndarray:
     """The bytes of a tensor, `[bytes]`, contiguous."""
-    array = params
-    for key in source.path:
-        array = array[key]
+    array = _at(params, source.path)
     dtype = _DTYPES[source.spec.dtype]
-    if array.is_fully_addressable:
+    if isinstance(array, SpreadTensor):
+        tensor = array.read(source.layer, np.dtype(dtype))
+    elif array.is_fully_addressable:
         tensor = np.empty(source.spec.shape, dtype)
         for where, piece in _pieces(array, source.layer):
             tensor[where] = np.asarray(_cast(piece, dtype))
     else:
-        gather = _gathered(array.sharding.mesh, dtype, source.layer is not None)
-        tensor = np.ascontiguousarray(gather(array, source.layer or 0))
-    return tensor.reshape(-1).view(np.uint8)
+        tensor = gathered(params, source.path, source.layer, np.dtype(dtype))
+    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+
+
+def gathered(params: Any, path: tuple[str, ...], layer: int | None, dtype: np.dtype) -> np.ndarray:
+    """A parameter, or one layer of a stack, whole; all processes call in step."""
+    array = _at(params, path)
+    gather = _gathered(array.sharding.mesh, dtype, layer is not None)
+    return np.asarray(gather(array, layer or 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class SpreadTensor:
+    """A parameter whose slices lie on several processes; reading it gathers it, a layer at a time.
+
+    `read(layer, dtype)` must be called on one process only, which brings the others to take part.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    stacked: bool
+    read: Callable[[int | None, np.dtype], np.ndarray]
+
+    def __getitem__(self, layer: int) -> np.ndarray:
+        return self.read(layer, self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if not self.stacked:
+            return self.read(None, np.dtype(dtype or self.dtype))
+        whole = np.empty(self.shape, dtype or self.dtype)
+        for layer in range(self.shape[0]):
+            whole[layer] = self.read(layer, whole.dtype)
+        return whole
+
+
+def spread(params: Any, tell: Callable[..., None]) -> Any:
+    """The parameters as `SpreadTensor`s; before each is read, `tell` calls the other processes.
+
+    They are told `gather`'s path, layer and dtype, and call `gathered` with these.
+    """
+
+    def tensor(key_path: tuple[Any, ...], array: jax.Array) -> SpreadTensor:
+        path = tuple(key.key for key in key_path)
+
+        def read(layer: int | None, dtype: np.dtype) -> np.ndarray:
+            tell(do="gather", path=path, layer=layer, dtype=dtype.name)
+            return gathered(params, path, layer, dtype)
+
+        return SpreadTensor(array.shape, np.dtype(array.dtype), "layers" in path, read)
+
+    return jax.tree_util.tree_map_with_path(tensor, params)
+
+
+def _at(tree: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
 
 
 def _pieces(array: jax.Array, layer: int | None) -> Iterator[tuple[Any, jax.Array]]:
