@@ -17,7 +17,8 @@ from manus_jax.learner.update import TrainState, make_update, state_shardings
 from manus_jax.planning.chips import GIB
 
 _NO_FIELDS = ("mask", "segment_ids", "entropy")
-_USED = re.compile(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm")
+# The compiler says so early, or after it has tried to make do.
+_OUT_OF_MEMORY = re.compile(r"(?:HLO temporaries \(|Used )([\d.]+)([KMG])")
 _UNITS = {"K": 2.0**10, "M": 2.0**20, "G": GIB}
 CRITIC_FIELDS = ("values", "returns")
 
@@ -108,7 +109,7 @@ def compile_update(lowered: jax.stages.Lowered) -> tuple[Memory, str]:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        found = _USED.search(str(error))
+        found = _OUT_OF_MEMORY.search(str(error))
         if found is None:
             raise
         raise DoesNotFit(float(found[1]) * _UNITS[found[2]]) from None

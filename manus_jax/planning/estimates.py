@@ -135,8 +135,8 @@ class MemoryEstimate:
 
     @property
     def temporaries(self) -> float:
-        """All but the gradients."""
-        return self.copies + self.activations + self.layer + self.head
+        """All but the gradients, when they are most: in the layers' backward pass or the head's."""
+        return self.copies + self.activations + max(self.layer, self.head)
 
 
 def estimate_memory(w: Workload, state: StateBytes) -> MemoryEstimate:
@@ -152,7 +152,7 @@ def estimate_memory(w: Workload, state: StateBytes) -> MemoryEstimate:
     weights = 3 * layer * w.itemsize
     rows = tokens / w.length
     logits = 3 * rows * min(CHUNK, w.length) * a.vocab_size / w.tensor * 4
-    head = _head(w) / w.tensor * (2 * w.itemsize + 4) + logits + 2 * tokens * a.hidden_size * 4
+    head = _head(w) / w.tensor * (w.itemsize + 4) + logits + 2 * tokens * a.hidden_size * 4
     return MemoryEstimate(
         gradients=float(state.parameters),
         copies=2 * stacked * w.itemsize,

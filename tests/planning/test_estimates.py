@@ -1,0 +1,137 @@
+"""The formulas, against numbers worked out by hand."""
+
+import pytest
+
+from manus_jax.models.architecture import Architecture, ModelError
+from manus_jax.planning import estimates
+from manus_jax.planning.architectures import find_architecture, named_architectures
+from manus_jax.planning.chips import TPUS, group_bandwidth
+from manus_jax.planning.compiling import StateBytes
+from manus_jax.planning.estimates import Workload
+
+# q 4x8=32 wide, k and v 16, MLP 64: 32*16 + 2*16*16 + 16*32 + 3*64*16 = 4,608 a layer.
+SMALL = Architecture("qwen2", 100, 16, 64, 3, 4, 2, 8, qkv_bias=True, tie_embeddings=False)
+LAYER, HEAD = 4608, 1600
+
+
+def workload(**changes):
+    settings = {
+        "arch": SMALL,
+        "has_lm_head": True,
+        "micro_batches": 2,
+        "rows": 8,
+        "length": 128,
+        "trained": 0.5,
+        "remat": "full",
+        "itemsize": 2,
+        "shards": {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 1},
+    }
+    return Workload(**{**settings, **changes})
+
+
+def test_the_public_models_have_their_published_numbers_of_parameters():
+    published = {
+        "qwen2.5-0.5b": 494_032_768,
+        "qwen2.5-1.5b": 1_543_714_304,
+        "qwen2.5-7b": 7_615_616_512,
+        "qwen2.5-32b": 32_763_876_352,
+        "qwen3-8b": 8_190_735_360,
+        "llama-3.1-8b": 8_030_261_248,
+    }
+    for name, parameters in published.items():
+        assert find_architecture(name).num_params == parameters, name
+    assert find_architecture("Qwen/Qwen2.5-7B-Instruct") == find_architecture("qwen2.5-7b")
+
+
+def test_an_unknown_model_is_told_which_there_are(tmp_path):
+    with pytest.raises(
+        ModelError, match=r"unknown architecture 'gpt-9'.*config\.json.*qwen2\.5-7b"
+    ):
+        find_architecture("gpt-9")
+    broken = tmp_path / "config.json"
+    broken.write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        find_architecture(str(broken))
+    assert "qwen3-8b" in named_architectures()
+
+
+def test_a_models_flops_are_six_per_parameter_and_token_and_attention():
+    w = workload()
+    tokens = 2 * 8 * 128
+    assert w.tokens == tokens
+    # Forward, a token sees 64 others on average: 2 products x 2 FLOPs x 32 wide x 64 = 8,192.
+    assert estimates.attention_flops(w) == 8192 * tokens * 3
+    expected = 6 * tokens * (3 * LAYER + HEAD / 2) + 3 * 8192 * tokens * 3
+    assert estimates.model_flops(w) == expected
+    assert estimates.model_flops(workload(has_lm_head=False)) == expected - 3 * tokens * HEAD
+
+
+def test_full_remat_runs_all_products_but_the_last_again():
+    without_down = LAYER - 64 * 16
+    tokens, chips = 2 * 8 * 128, 4
+    products = 3 * (6 * LAYER + 2 * without_down) * tokens + 8 * HEAD * tokens / 2
+    # Kernels: two products forward, again two, seven backward, where the model's count is 2 + 4.
+    attention = 8192 * tokens * 3 * 11 / 2
+    assert estimates.executed_flops(workload()) == (products + attention) / chips
+    minimal = products - 3 * 2 * without_down * tokens
+    assert estimates.executed_flops(workload(remat="minimal")) == (minimal + attention) / chips
+
+
+def test_what_a_layer_keeps_of_a_token_follows_the_policy():
+    kept = {
+        remat: estimates.saved_per_token(workload(remat=remat))
+        for remat in ("full", "attention", "minimal", "none")
+    }
+    # Two bytes each: its input of 16; q, the attention's result, k and v; then gate and up, and
+    # two products as wide as the input.
+    assert kept["full"] == 2 * 16
+    assert kept["attention"] == 2 * (16 + 2 * 32 + 2 * 16)
+    assert kept["minimal"] == 2 * (16 + 2 * 32 + 2 * 16 + 2 * 64 + 2 * 16)
+    assert kept["none"] > kept["minimal"]
+
+
+def test_memory_of_activations_is_split_over_chips_and_grows_with_rows():
+    state = StateBytes(parameters=1000, optimizer=2000, batch=10)
+    memory = estimates.estimate_memory(workload(), state)
+    assert memory.gradients == 1000
+    # 8 x 128 tokens over 4 chips, three layers, 32 bytes each.
+    assert memory.activations == 3 * 32 * 8 * 128 / 4
+    assert memory.copies == 2 * 2 * 3 * LAYER / 4
+    doubled = estimates.estimate_memory(workload(rows=16), state)
+    assert doubled.activations == 2 * memory.activations
+    assert doubled.copies == memory.copies
+
+
+def test_fsdp_gathers_twice_and_scatters_once_a_micro_batch():
+    gather, scatter = estimates.estimate_exchanges(workload())
+    assert (gather.kind, gather.axes, scatter.kind) == ("all-gather", ("fsdp",), "reduce-scatter")
+    assert gather.sent == 2 * 2 * (3 * LAYER + HEAD) * 2 * 3 / 4
+    # Gradients in the compute type, the head's in float32.
+    assert scatter.sent == 2 * (3 * LAYER * 2 + HEAD * 4) * 3 / 4
+    assert gather.times == 2 * 2 * (3 + 1)
+
+
+def test_tensor_parallelism_sums_activations_and_gathers_less():
+    shards = {"data": 1, "fsdp": 2, "sequence": 1, "tensor": 2}
+    gather, _, tensor = estimates.estimate_exchanges(workload(shards=shards))
+    assert gather.sent == 2 * 2 * (3 * LAYER + HEAD) / 2 * 2 * 1 / 2
+    # A pair shares 4 of 8 rows; two sums forward, two backward, two again, per layer.
+    assert tensor.times == 2 * 3 * 6
+    assert tensor.sent == tensor.times * 2 * (4 * 128 * 16 * 2) / 2
+
+
+class Place:
+    def __init__(self, x, y, slice_index=0):
+        self.coords, self.slice_index = (x, y, 0), slice_index
+
+
+def test_a_groups_bandwidth_follows_the_links_of_its_torus():
+    v5e = TPUS["v5e"]
+    row = [Place(x, 0) for x in range(8)]
+    square = [Place(x, y) for x in range(8) for y in range(8)]
+    assert group_bandwidth(v5e, row, (8, 8), 8) == 45e9
+    assert group_bandwidth(v5e, square, (8, 8), 8) == 90e9
+    # A whole side of 16 chips is a ring: both directions.
+    ring = [Place(x, 0) for x in range(16)]
+    assert group_bandwidth(v5e, ring, (16, 16), 16) == 90e9
+    assert group_bandwidth(v5e, [Place(0, 0), Place(0, 0, 1)], (8, 8), 8) == v5e.network
