@@ -5,6 +5,8 @@
 # The one idea: a run is a command that resumes. Whatever takes the slice away, a new one is asked
 # for and given the same command, until that ends by itself.
 set -uo pipefail
+# shellcheck source=scripts/launch_common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/launch_common.sh"
 
 usage() {
   cat <<'EOF2'
@@ -35,13 +37,6 @@ or failed, are started again. Ctrl-C lets the trainer save, and deletes the slic
 EOF2
 }
 
-die() {
-  echo "launch_tpu_pod.sh: $*" >&2
-  exit 2
-}
-
-say() { echo "launch_tpu_pod.sh: $*" >&2; }
-
 parse_arguments() {
   project='' zone='' name='' accelerator_type='' runtime_version='' gin_file='' run_dir=''
   address_file='' weights_dir='' api_key_file='' log_dir='' max_restarts=100 poll_seconds=30
@@ -51,7 +46,7 @@ parse_arguments() {
       --project | --zone | --name | --accelerator_type | --runtime_version | --gin_file | --run_dir | \
         --address_file | --weights_dir | --api_key_file | --log_dir | --max_restarts | --poll_seconds)
         (($# > 1)) || die "$1 needs a value"
-        case $2 in *[\'\\]* | *$'\n'*) die "$1 must not hold quotes, backslashes or newlines" ;; esac
+        require_plain "$1" "$2"
         printf -v "${1#--}" %s "$2"
         shift 2
         ;;
@@ -69,14 +64,10 @@ parse_arguments() {
       *) die "unknown argument '$1'; --help lists them, and what is for the trainer goes after --" ;;
     esac
   done
-  local option
-  for option in project zone name accelerator_type runtime_version gin_file run_dir; do
-    [[ -n ${!option} ]] || die "--$option is missing; --help lists the arguments"
-  done
-  for option in max_restarts poll_seconds; do
-    [[ ${!option} =~ ^[0-9]{1,6}$ ]] || die "--$option must be a number, not '${!option}'"
-  done
-  [[ $name =~ ^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$ ]] || die "--name must be small letters, digits and dashes, not '$name'"
+  require_options project zone name accelerator_type runtime_version gin_file run_dir
+  require_number --max_restarts "$max_restarts"
+  require_number --poll_seconds "$poll_seconds"
+  require_name --name "$name"
   [[ ${address_file:+given} == "${weights_dir:+given}" ]] || die "--address_file and --weights_dir go together: servers need both"
   [[ $run_dir == /* ]] || die "--run_dir must be an absolute path on a shared file system, not '$run_dir'"
   root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -92,31 +83,10 @@ parse_arguments() {
 trainer_command() {
   train=(.venv/bin/python -m manus_jax.train "--gin_file=$gin_file" "--gin_param=train.run_dir = '$run_dir'")
   if [[ -n $address_file ]]; then
-    train+=(
-      "--gin_param=engine.name = 'vllm'"
-      "--gin_param=engine.options = {'address_file': '$address_file', 'weights_dir': '$weights_dir'}"
-    )
+    pool_options_for "$address_file" "$weights_dir"
+    train+=("${pool_options[@]}")
   fi
   train+=("${trainer_options[@]}")
-}
-
-# The words as a shell would have to be given them.
-quoted() {
-  local word line=''
-  for word in "$@"; do
-    [[ $word =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]] || word=${word@Q}
-    line+=" $word"
-  done
-  echo "${line# }"
-}
-
-# Runs a command, or prints it.
-do_or_say() {
-  if [[ -n $dry_run ]]; then
-    quoted "$@"
-  else
-    "$@"
-  fi
 }
 
 queue() { do_or_say gcloud compute tpus queued-resources "$1" "$name" "${where[@]}" "${@:2}"; }
@@ -226,7 +196,7 @@ stop() {
 }
 
 main() {
-  local train=() key='' scratch='' owned='' following='' attempt code state
+  local train=() pool_options=() key='' scratch='' owned='' following='' attempt code state
   parse_arguments "$@"
   trainer_command
   if [[ -n $dry_run ]]; then

@@ -90,7 +90,7 @@ def test_the_command_leaves_the_learner_its_gpus_before_jax_has_looked(tmp_path)
     code = (
         "import os, sys, jax, jax._src.xla_bridge as bridge\n"
         "from manus_jax import train\n"
-        "def reached(config, _):\n"
+        "def reached(config, *_):\n"
         "    assert not bridge.backends_are_initialized()\n"
         "    print(os.environ['CUDA_VISIBLE_DEVICES'], config.engine.options['gpus'])\n"
         "    sys.exit(0)\n"
