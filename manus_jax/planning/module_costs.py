@@ -17,7 +17,8 @@ from manus_jax.planning.replica_groups import first_group
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CONSTANT = re.compile(r"-?\d+")
+# The TPU back end spreads a collective over fusions that compute meanwhile; its steps have this.
+_CHAIN = re.compile(r'chain_id="(\d+)"')
 # The TPU back end writes a reduce-scatter as a fusion of this name around an all-reduce.
 _FUSED_REDUCE_SCATTER = "all-reduce-scatter"
 
@@ -83,26 +84,27 @@ def module_costs(text: str, data_loops: Sequence[int], devices: int) -> ModuleCo
     """
     module = parse(text)
     products = kernels = moved = 0.0
-    found: dict[tuple[object, ...], Collective] = {}
+    found: list[Collective] = []
+    chains: set[str] = set()
     names: list[str] = []
     for run in _runs(module, data_loops):
         i, times = run.instruction, math.prod(run.loops)
         if i.opcode in ("dot", "convolution"):
             products += times * product_flops(i, run.computation)
         elif kind := _collective_kind(i, run.computation):
-            # Steps of one collective that is spread over several fusions share a channel.
-            key = (i.attribute("channel_id") or i.name, run.loops)
+            step = _CHAIN.search(i.attributes)
             sent = sum(s.bytes for s in run.computation.operand_shapes(i))
             group = first_group(i, devices)
-            if key not in found and len(group) > 1:
-                found[key] = Collective(kind, sent, group, run.loops)
+            if len(group) > 1 and (step is None or step[1] not in chains):
+                found.append(Collective(kind, sent, group, run.loops))
                 moved += times * (sent + i.bytes)
+            chains |= {step[1]} if step else set()
         elif i.attribute("custom_call_target") == '"tpu_custom_call"':
             names.append(i.name)
             kernels += times * splash_flops(i, run.computation)
         if not run.fused and i.opcode not in NO_TRAFFIC and not _collective_kind(i):
             moved += times * traffic(i, run.computation, module)
-    return ModuleCosts(products, kernels, moved, tuple(found.values()), tuple(names))
+    return ModuleCosts(products, kernels, moved, tuple(found), tuple(names))
 
 
 @dataclasses.dataclass(frozen=True)

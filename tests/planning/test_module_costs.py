@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from manus_jax.planning.convolutions import product_flops
@@ -157,12 +157,12 @@ def test_steps_of_a_collective_that_is_spread_over_fusions_count_as_one():
     text = """
 %part.1 (p: bf16[10]) -> bf16[40] {
   %p = bf16[10]{0} parameter(0)
-  ROOT %g = bf16[40]{0} all-gather(%p), channel_id=7, replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %g = bf16[40]{0} all-gather(%p), replica_groups={{0,1,2,3}}, attributes={chain_id="5"}
 }
 
 %part.2 (p: bf16[10]) -> bf16[40] {
   %p = bf16[10]{0} parameter(0)
-  ROOT %g = bf16[40]{0} all-gather(%p), channel_id=7, replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %g = bf16[40]{0} all-gather(%p), replica_groups={{0,1,2,3}}, attributes={chain_id="5"}
 }
 
 %all-reduce-scatter.3 (p: bf16[40]) -> bf16[10] {
