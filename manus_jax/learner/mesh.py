@@ -3,8 +3,8 @@
 Rows of a batch are split over "data" and "fsdp", their tokens over "sequence"; parameters over
 "fsdp" and "sequence" together (gathered layer by layer when used) and over "tensor" (heads, MLP
 columns, vocabulary). Slices that only a data-centre network joins are the outer part of "data":
-gradients cross it once an update. A parameter that no rule matches is an error, and so is a size
-that does not divide: all are found before anything is allocated, with the arithmetic.
+gradients cross it once a micro-batch. A parameter that no rule matches is an error, and so is a
+size that does not divide: all are found before anything is allocated, with the arithmetic.
 """
 
 import math
@@ -26,7 +26,7 @@ AXES = ("data", "fsdp", "sequence", "tensor")
 
 # First match wins. Stacked layer parameters have a leading layer axis, which is never split.
 PARAM_RULES: tuple[tuple[str, P], ...] = (
-    (r"(^|/)(embed|lm_head)$", P(("tensor", "sequence"), "fsdp")),
+    (r"(^|/)(embed|lm_head)$", P("tensor", ("fsdp", "sequence"))),
     (r"layers/(q|k|v|gate|up)_proj$", P(None, "tensor", ("fsdp", "sequence"))),
     (r"layers/(o|down)_proj$", P(None, ("fsdp", "sequence"), "tensor")),
     (r"layers/(q|k|v)_bias$", P(None, "tensor")),
@@ -109,10 +109,12 @@ def _count_slices(wanted: int | None, devices: Sequence[Any]) -> tuple[int, bool
         return 1, False
     by_process = wanted != len(slices)
     if by_process and (on_tpu or wanted != len(processes)):
-        there = f"{len(slices)} slices" if on_tpu else f"{len(processes)} processes"
+        choices = f"machines ({len(slices)}) or processes ({len(processes)})"
+        if on_tpu:
+            choices = f"slices ({len(slices)})"
         raise MeshError(
-            f"mesh.slices = {wanted}: the {len(devices)} devices belong to {there}"
-            + (f" of {len(slices)} machines" if len(slices) > 1 and not on_tpu else "")
+            f"mesh.slices = {wanted} must be the number of {choices} that the {len(devices)} "
+            "devices belong to"
         )
     counts = processes if by_process else slices
     if len(set(counts)) > 1:
@@ -137,7 +139,7 @@ def check_model(arch: Architecture, mesh: Mesh, implementation: Implementation =
         ("intermediate size", arch.intermediate_size, ("tensor",)),
         ("key-value width", kv_heads * arch.head_dim, ("tensor",)),
         ("hidden size", arch.hidden_size, ("fsdp", "sequence")),
-        ("vocabulary", arch.vocab_size, ("tensor", "sequence")),
+        ("vocabulary", arch.vocab_size, ("tensor",)),
     ):
         _require_divides(f"{name} {size} is", size, axes, mesh)
 

@@ -15,8 +15,8 @@ from flax import nnx
 
 from manus_jax.algorithms.losses import value_loss
 from manus_jax.learner.update import Batch, Objective, Params
-from manus_jax.models.log_probs import token_log_probs
 from manus_jax.models.transformer import Critic, Transformer
+from manus_jax.models.vocabulary import sharded_log_probs
 
 TOKENS = "tokens"
 PolicyLoss = Callable[[jax.Array, Mapping[str, jax.Array]], tuple[jax.Array, dict[str, jax.Array]]]
@@ -36,8 +36,14 @@ def log_probs_of(
     """Log-probs and entropies of the trained tokens, float32 [rows, length]."""
     model = nnx.merge(graphdef, params)
     hidden = model.hidden_states(*_rows(batch))
-    return token_log_probs(
-        hidden, model.head(), batch["input_ids"], batch["loss_mask"], temperature, with_entropy
+    return sharded_log_probs(
+        hidden,
+        model.head(),
+        batch["input_ids"],
+        batch["loss_mask"],
+        model.backbone.compute.kernel.mesh,
+        temperature,
+        with_entropy,
     )
 
 

@@ -38,6 +38,11 @@ class AttentionKernel:
     mesh: Mesh | None = None
     interpret: bool = False
 
+    @property
+    def sequence_shards(self) -> int:
+        """Into how many parts the tokens of a row are split."""
+        return 1 if self.mesh is None else self.mesh.shape["sequence"]
+
 
 def pick_implementation(platform: str) -> Implementation:
     """The kernel for a platform as JAX names it: "cpu", "tpu", "cuda"/"gpu"."""
@@ -52,51 +57,29 @@ def attention(
     `segment_ids` is int32 [rows, length]. Returns [rows, length, heads, dim]. Padding positions
     (segment 0) hold finite values that mean nothing.
     """
-    mesh, interpret = kernel.mesh, kernel.interpret
-    shards = 1 if mesh is None else mesh.shape["sequence"]
-    if kernel.implementation == "plain":
-        if mesh is None or shards == 1:
-            return _plain(q, k, v, segment_ids, segment_ids, 0)
-        return _sharded(_plain_shard, mesh, q, k, v, segment_ids)
-    if kernel.implementation == "triton":
-        run = functools.partial(_triton, interpret=interpret)
-        if mesh is None:
-            return run(q, k, v, segment_ids)
-        if shards == 1:
-            return _sharded(run, mesh, q, k, v, segment_ids)
-        exchanged = functools.partial(_with_heads_exchanged, run)
-        return _sharded(exchanged, mesh, q, k, v, segment_ids, head_axes=("tensor", "sequence"))
-    heads = q.shape[2] if mesh is None else q.shape[2] // mesh.shape["tensor"]
-    splash = _splash_kernel(q.shape[1], heads, shards, interpret)
-    if mesh is None:
-        return _splash(splash, q, k, v, segment_ids, segment_ids)
-    spec = splash.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, "sequence")))
-    return _sharded(_splash_shard, mesh, q, k, v, segment_ids, extra=(splash, spec))
+    run = {"plain": _plain_attention, "splash": _splash_attention, "triton": _triton_attention}
+    return run[kernel.implementation](q, k, v, segment_ids, kernel)
 
 
 def _sharded(
     run: Callable[..., jax.Array],
     mesh: Mesh,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array,
+    arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
     head_axes: tuple[str, ...] = ("tensor",),
-    extra: tuple[Any, Any] | None = None,
+    constants: tuple[Any, ...] = (),
+    constant_specs: tuple[Any, ...] = (),
 ) -> jax.Array:
-    """`run(q, k, v, segment_ids)` on every device's part; `extra` comes first, with its spec."""
+    """`run(*constants, q, k, v, segment_ids)` on every device's part of the arrays."""
+    q, k, v, segment_ids = arrays
     parts = math.prod(mesh.shape[axis] for axis in head_axes)
-    k, v = _at_least_heads(k, parts), _at_least_heads(v, parts)
     heads = PartitionSpec(BATCH_AXES, "sequence", "tensor", None)
-    tokens = PartitionSpec(BATCH_AXES, "sequence")
-    first, first_spec = ((), ()) if extra is None else ((extra[0],), (extra[1],))
     return jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(*first_spec, heads, heads, heads, tokens),
+        in_specs=(*constant_specs, heads, heads, heads, PartitionSpec(BATCH_AXES, "sequence")),
         out_specs=heads,
         check_vma=False,
-    )(*first, q, k, v, segment_ids)
+    )(*constants, q, _at_least_heads(k, parts), _at_least_heads(v, parts), segment_ids)
 
 
 def _at_least_heads(x: jax.Array, parts: int) -> jax.Array:
@@ -108,10 +91,18 @@ def _gather_tokens(x: jax.Array) -> jax.Array:
     return jax.lax.all_gather(x, "sequence", axis=1, tiled=True)
 
 
-def _plain_shard(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    first = jax.lax.axis_index("sequence") * q.shape[1]
-    k, v, all_segments = (_gather_tokens(x) for x in (k, v, segment_ids))
-    return _plain(q, k, v, segment_ids, all_segments, first)
+def _plain_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, kernel: AttentionKernel
+) -> jax.Array:
+    if kernel.mesh is None or kernel.sequence_shards == 1:
+        return _plain(q, k, v, segment_ids, segment_ids, 0)
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        first = jax.lax.axis_index("sequence") * q.shape[1]
+        k, v, all_segments = (_gather_tokens(x) for x in (k, v, segment_ids))
+        return _plain(q, k, v, segment_ids, all_segments, first)
+
+    return _sharded(run, kernel.mesh, (q, k, v, segment_ids))
 
 
 def _plain(
@@ -156,6 +147,27 @@ def _softmax_block(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) ->
     return (out / total).astype(v.dtype)
 
 
+def _splash_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, kernel: AttentionKernel
+) -> jax.Array:
+    mesh, shards = kernel.mesh, kernel.sequence_shards
+    heads = q.shape[2] // (1 if mesh is None else mesh.shape["tensor"])
+    splash = _splash_kernel(q.shape[1], heads, shards, kernel.interpret)
+
+    def run(
+        splash: Any, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+    ) -> jax.Array:
+        all_segments = segment_ids
+        if shards > 1:
+            k, v, all_segments = (_gather_tokens(x) for x in (k, v, segment_ids))
+        return _splash(splash, q, k, v, segment_ids, all_segments)
+
+    if mesh is None:
+        return run(splash, q, k, v, segment_ids)
+    spec = splash.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, "sequence")))
+    return _sharded(run, mesh, (q, k, v, segment_ids), constants=(splash,), constant_specs=(spec,))
+
+
 def _splash_kernel(length: int, heads: int, shards: int, interpret: bool) -> Any:
     """The kernel for rows of `length` whose queries are split into `shards`, for `heads` heads.
 
@@ -195,13 +207,6 @@ def _largest_block(length: int) -> int:
     return next(b for b in (512, 384, 256, KERNEL_BLOCK) if length % b == 0)
 
 
-def _splash_shard(
-    splash: Any, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
-) -> jax.Array:
-    k, v, all_segments = (_gather_tokens(x) for x in (k, v, segment_ids))
-    return _splash(splash, q, k, v, segment_ids, all_segments)
-
-
 def _splash(
     splash: Any,
     q: jax.Array,
@@ -222,17 +227,21 @@ def _splash(
     return out.transpose(0, 2, 1, 3)
 
 
-def _with_heads_exchanged(
-    run: Callable[..., jax.Array],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array,
+def _triton_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, kernel: AttentionKernel
 ) -> jax.Array:
-    """`run` on whole rows and a part of the heads, where parts of rows with all heads come in."""
+    arrays, run = (q, k, v, segment_ids), functools.partial(_triton, interpret=kernel.interpret)
+    if kernel.mesh is None:
+        return run(*arrays)
+    if kernel.sequence_shards == 1:
+        return _sharded(run, kernel.mesh, arrays)
     exchange = functools.partial(jax.lax.all_to_all, axis_name="sequence", tiled=True)
-    q, k, v = (exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v))
-    return exchange(run(q, k, v, _gather_tokens(segment_ids)), split_axis=1, concat_axis=2)
+
+    def exchanged(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        q, k, v = (exchange(x, split_axis=2, concat_axis=1) for x in (q, k, v))
+        return exchange(run(q, k, v, _gather_tokens(segment_ids)), split_axis=1, concat_axis=2)
+
+    return _sharded(exchanged, kernel.mesh, arrays, head_axes=("tensor", "sequence"))
 
 
 def _triton(

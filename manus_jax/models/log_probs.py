@@ -25,6 +25,8 @@ def token_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     chunk: int = CHUNK,
+    token_axes: tuple[str, ...] = (),
+    vocab_axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-prob of each masked token given what comes before it in its row.
 
@@ -36,6 +38,9 @@ def token_log_probs(
       temperature: the logits are divided by it.
       with_entropy: also compute the entropy of each masked token's distribution.
       chunk: how many positions of each row are projected at a time.
+      token_axes: under `shard_map`, the mesh axes that the tokens are split over.
+      vocab_axis: under `shard_map` (without checks of replication), the one that the head's
+        vocabulary is split over; all its devices hold the same tokens.
 
     Returns:
       `(log_probs, entropies)`, float32 [rows, length], zero outside the mask. Without
@@ -51,9 +56,11 @@ def token_log_probs(
     live = jnp.arange(padded)[None, :] < counts[:, None]
     targets = jnp.take_along_axis(input_ids, order, axis=1)
     sources = jnp.maximum(order - 1, 0)
-    num_chunks = -(-jnp.max(counts) // chunk)
+    fullest = jnp.max(counts)
+    num_chunks = -(-(jax.lax.pmax(fullest, token_axes) if token_axes else fullest) // chunk)
+    static = (chunk, temperature, with_entropy, vocab_axis)
     log_probs, entropies = _compact_log_probs(
-        hidden, head, sources, targets, live, num_chunks, chunk, temperature, with_entropy
+        hidden, head, sources, targets, live, num_chunks, *static
     )
     row = jnp.arange(rows)[:, None]
     # Dead places of `order` repeat real positions: they add nothing.
@@ -63,7 +70,7 @@ def token_log_probs(
     return spread(log_probs), spread(entropies) if with_entropy else jnp.zeros((rows, length))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
 def _compact_log_probs(
     hidden: jax.Array,
     head: jax.Array,
@@ -74,11 +81,11 @@ def _compact_log_probs(
     chunk: int,
     temperature: float,
     with_entropy: bool,
+    vocab_axis: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probs and entropies [rows, padded] of `targets`, read at `sources`, chunk by chunk."""
-    return _forward(
-        hidden, head, sources, targets, live, num_chunks, chunk, temperature, with_entropy
-    )[0]
+    static = (chunk, temperature, with_entropy, vocab_axis)
+    return _forward(hidden, head, sources, targets, live, num_chunks, *static)[0]
 
 
 def _chunk_logits(
@@ -94,21 +101,58 @@ def _window(x: jax.Array, index: jax.Array, chunk: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, index * chunk, chunk, axis=1)
 
 
-def _forward(hidden, head, sources, targets, live, num_chunks, chunk, temperature, with_entropy):  # type: ignore[no-untyped-def]
+def _add(x: jax.Array, axis: str | None) -> jax.Array:
+    return x if axis is None else jax.lax.psum(x, axis)
+
+
+def _logsumexp(logits: jax.Array, vocab_axis: str | None) -> jax.Array:
+    local = jax.nn.logsumexp(logits, axis=-1)
+    if vocab_axis is None:
+        return local
+    most = jax.lax.pmax(local, vocab_axis)
+    return most + jnp.log(jax.lax.psum(jnp.exp(local - most), vocab_axis))
+
+
+def _from_first(targets: jax.Array, vocab: int, vocab_axis: str | None) -> jax.Array:
+    """Targets counted from the first of the `vocab` ids whose logits this device computes."""
+    return targets if vocab_axis is None else targets - jax.lax.axis_index(vocab_axis) * vocab
+
+
+def _picked(logits: jax.Array, target: jax.Array, vocab_axis: str | None) -> jax.Array:
+    """Logits [rows, chunk] of `target` [rows, chunk]."""
+    vocab = logits.shape[-1]
+    local = _from_first(target, vocab, vocab_axis)
+    place = jnp.clip(local, 0, vocab - 1)
+    picked = jnp.take_along_axis(logits, place[:, :, None], axis=2)[:, :, 0]
+    return _add(jnp.where(place == local, picked, 0.0), vocab_axis)
+
+
+def _forward(  # type: ignore[no-untyped-def]
+    hidden,
+    head,
+    sources,
+    targets,
+    live,
+    num_chunks,
+    chunk,
+    temperature,
+    with_entropy,
+    vocab_axis,
+):
     compute_head = head.astype(hidden.dtype)
     zeros = jnp.zeros(sources.shape, jnp.float32)
 
     def body(i, carry):  # type: ignore[no-untyped-def]
         log_probs, entropies, lses = carry
         _, logits = _chunk_logits(hidden, compute_head, _window(sources, i, chunk), temperature)
-        lse = jax.nn.logsumexp(logits, axis=-1)
-        target = _window(targets, i, chunk)
-        picked = jnp.take_along_axis(logits, target[:, :, None], axis=2)[:, :, 0]
+        lse = _logsumexp(logits, vocab_axis)
+        picked = _picked(logits, _window(targets, i, chunk), vocab_axis)
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
         log_probs = put(log_probs, picked - lse, i * chunk)
         lses = put(lses, lse, i * chunk)
         if with_entropy:
             mean_logit = jnp.sum(jnp.exp(logits - lse[..., None]) * logits, axis=-1)
+            mean_logit = _add(mean_logit, vocab_axis)
             entropies = put(entropies, lse - mean_logit, i * chunk)
         return log_probs, entropies, lses
 
@@ -117,9 +161,11 @@ def _forward(hidden, head, sources, targets, live, num_chunks, chunk, temperatur
     return (log_probs, entropies), residuals
 
 
-def _backward(chunk, temperature, with_entropy, residuals, cotangents):  # type: ignore[no-untyped-def]
+def _backward(chunk, temperature, with_entropy, vocab_axis, residuals, cotangents):  # type: ignore[no-untyped-def]
     hidden, head, sources, targets, live, num_chunks, lses, entropies = residuals
-    d_log_probs, d_entropies = (jnp.where(live, g, 0.0) for g in cotangents)
+    # `shard_map` hands each device its share of a cotangent that is the same on all, and adds up
+    # what they return for `hidden`, which is the same on all too.
+    d_log_probs, d_entropies = (jnp.where(live, _add(g, vocab_axis), 0.0) for g in cotangents)
     compute_head = head.astype(hidden.dtype)
 
     def body(i, carry):  # type: ignore[no-untyped-def]
@@ -137,7 +183,7 @@ def _backward(chunk, temperature, with_entropy, residuals, cotangents):  # type:
             d_logits = -slope * probs
         else:
             d_logits = -g * probs
-        target = _window(targets, i, chunk)[..., None]
+        target = _from_first(_window(targets, i, chunk), head.shape[0], vocab_axis)[..., None]
         vocab = jax.lax.broadcasted_iota(jnp.int32, d_logits.shape, 2)
         d_logits = jnp.where(vocab == target, d_logits + g, d_logits) / temperature
         d_logits = d_logits.astype(hidden.dtype)

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import BATCH_AXES, AttentionKernel, attention
+from manus_jax.models.vocabulary import embed_tokens
 
 Params = dict[str, Any]
 Product = Callable[[jax.Array, jax.Array], jax.Array]
@@ -118,7 +119,7 @@ class Backbone(nnx.Module):
         policy = REMAT_POLICIES[self.compute.remat]
         if policy is not None:
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        x = jnp.take(self.embed[...], input_ids, axis=0).astype(dtype)
+        x = embed_tokens(self.embed[...], input_ids, dtype, kernel.mesh)
         stacked = jax.tree.map(lambda p: p.astype(dtype), nnx.to_pure_dict(nnx.state(self.layers)))
         x, _ = jax.lax.scan(layer, self._constrain(x), stacked)
         return rms_norm(x, self.norm[...], self.arch.norm_eps)

@@ -62,17 +62,31 @@ def test_kernels_equal_plain_attention_forward_and_backward(name):
     chex.assert_trees_all_close(output_and_gradient(kernel, args), expected, atol=2e-4, rtol=2e-4)
 
 
-def test_the_splash_kernel_runs_sharded_over_rows_and_heads():
-    mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
-    q, k, v, segments = inputs(rows=2, heads=4, kv_heads=2)
-    out = jax.jit(lambda *x: attention(*x, AttentionKernel("splash", mesh, interpret=True)))(
-        q, k, v, segments
-    )
-    plain = attention(q, k, v, segments, AttentionKernel())
-    real = (segments > 0)[..., None, None]
-    chex.assert_trees_all_close(
-        jnp.where(real, out, 0), jnp.where(real, plain, 0), atol=2e-4, rtol=2e-4
-    )
+# data, fsdp, tensor, sequence: rows and heads; tokens; more devices than key-value heads.
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("splash", (1, 2, 2, 1)),
+        ("splash", (1, 1, 1, 2)),
+        ("splash", (1, 2, 4, 1)),
+        ("triton", (1, 1, 2, 2)),
+        ("plain", (1, 1, 4, 2)),
+    ],
+)
+def test_sharded_kernels_equal_plain_attention_forward_and_backward(name, sizes):
+    mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
+    args = inputs(rows=2, heads=4, kv_heads=2)
+    expected = output_and_gradient(AttentionKernel(), args)
+    out = output_and_gradient(AttentionKernel(name, mesh, interpret=name != "plain"), args)
+    chex.assert_trees_all_close(out, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_the_splash_kernel_splits_rows_into_more_parts_than_two():
+    mesh = make_mesh(sequence=4, devices=jax.devices()[:4])
+    args = inputs(length=512)
+    expected = output_and_gradient(AttentionKernel(), args)
+    out = output_and_gradient(AttentionKernel("splash", mesh, interpret=True), args)
+    chex.assert_trees_all_close(out, expected, atol=2e-4, rtol=2e-4)
 
 
 def test_the_platform_decides_in_one_place():
@@ -84,7 +98,11 @@ def test_the_platform_decides_in_one_place():
     ]
 
 
-def test_the_whole_step_lowers_for_tpu_and_cuda_with_their_kernels():
+@pytest.mark.parametrize("sequence", [1, 2])
+@pytest.mark.parametrize(
+    ("platform", "marker"), [("tpu", "tpu_custom_call"), ("cuda", "xla.gpu.triton")]
+)
+def test_the_whole_step_lowers_with_the_platforms_kernel(platform, marker, sequence):
     from manus_jax.learner import objectives
     from manus_jax.models.architecture import Architecture
     from manus_jax.models.transformer import Compute, Transformer, abstract_model
@@ -95,9 +113,9 @@ def test_the_whole_step_lowers_for_tpu_and_cuda_with_their_kernels():
     mask = jax.ShapeDtypeStruct((1, 256), jnp.bool_)
     batch = {n: rows for n in ("input_ids", "segment_ids", "positions")}
     batch |= {"loss_mask": mask, "loss_weights": floats}
-    for platform, marker in {"tpu": "tpu_custom_call", "cuda": "xla.gpu.triton"}.items():
-        compute = Compute("bfloat16", "full", AttentionKernel(pick_implementation(platform)))
-        graphdef, params = abstract_model(Transformer, arch, compute)
-        step = jax.jit(jax.grad(objectives.supervised(graphdef), has_aux=True))
-        text = step.trace(params, batch).lower(lowering_platforms=(platform,)).as_text()
-        assert marker in text, platform
+    mesh = make_mesh(sequence=sequence, devices=jax.devices()[:sequence])
+    kernel = AttentionKernel(pick_implementation(platform), mesh)
+    graphdef, params = abstract_model(Transformer, arch, Compute("bfloat16", "full", kernel))
+    step = jax.jit(jax.grad(objectives.supervised(graphdef), has_aux=True))
+    text = step.trace(params, batch).lower(lowering_platforms=(platform,)).as_text()
+    assert marker in text
