@@ -71,9 +71,11 @@ def has_tpu_compiler() -> bool:
 
 
 def _tpu_devices(name: str, slices: int) -> tuple[Any, ...]:
-    # libtpu looks for a TPU host's metadata and complains at length where there is none.
+    # libtpu looks for a TPU host's metadata and complains at length where there is none; and it
+    # keeps other processes from a chip that nobody touches here.
     for key, value in {
         "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         "TPU_MIN_LOG_LEVEL": "3",

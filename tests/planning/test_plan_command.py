@@ -1,0 +1,102 @@
+"""`python -m manus_jax.plan`: GPU lowering, mistakes, and what would fit instead."""
+
+import subprocess
+import sys
+
+import pytest
+from planned_runs import arguments, planned, write_tiny
+
+from manus_jax import plan
+from manus_jax.config import ConfigError
+from manus_jax.learner.mesh import MeshError
+from manus_jax.models.architecture import ModelError
+from manus_jax.planning.topologies import TopologyError
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return write_tiny(tmp_path)
+
+
+def test_a_plan_for_gpus_is_lowered_with_its_kernel_and_estimated(tmp_path, tiny, capsys):
+    made = planned(
+        tmp_path, *arguments("cuda:8x80GB", tiny, "algorithm.recipe = 'ppo'", "data.max_length=512")
+    )
+    text = capsys.readouterr().out
+    assert [u["name"] for u in made["updates"]] == ["policy", "critic"]
+    assert all(u["source"] == "estimated" for u in made["updates"])
+    assert all(u["kernels"] == ["triton"] for u in made["updates"])
+    policy, critic = made["updates"]
+    beside = policy["memory"]["resident"]["critic and its optimizer"]
+    assert beside == critic["memory"]["parameters"] + critic["memory"]["optimizer"]
+    assert "estimated, not compiled" in text and "No compiler" in text
+
+
+def test_settings_that_do_not_fit_come_with_the_nearest_that_do(tmp_path, capsys):
+    params = (
+        "data.max_length = 8192",
+        "data.rows = 32",
+        "compute.remat = 'none'",
+        "algorithm.recipe = 'grpo'",
+    )
+    made = planned(tmp_path, *arguments("cuda:8x80GB", "qwen2.5-7b", *params))
+    text = capsys.readouterr().out
+    assert not made["fits"]
+    nearest = made["nearest"]
+    assert nearest["fits"]
+    for line in nearest["gin_params"]:
+        assert f"--gin_param={line!r}" in text
+    # What is proposed, given back, fits as said.
+    again = planned(
+        tmp_path, *arguments("cuda:8x80GB", "qwen2.5-7b", *params, *nearest["gin_params"])
+    )
+    assert again["fits"]
+    assert again["updates"] == nearest["updates"]
+    tokens = [u["rows"] * u["micro_batches"] for u in (made["updates"][0], again["updates"][0])]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_model_that_fits_in_no_way_says_so(tmp_path, capsys):
+    made = planned(tmp_path, *arguments("cuda:1x80GB", "qwen2.5-32b", "data.rows = 1"))
+    assert not made["fits"] and "nearest" not in made
+    assert "take more of them" in capsys.readouterr().out
+
+
+def test_the_embedded_engine_takes_its_share_of_the_first_chip(tmp_path, tiny):
+    params = ("engine.name = 'jax'", "engine.slots = 4", "engine.dtype = 'bfloat16'")
+    made = planned(tmp_path, *arguments("cuda:4x80GB", tiny, *params))
+    (name,) = [n for n in made["updates"][0]["memory"]["resident"] if "engine" in n]
+    # Weights of two bytes; 4 slots x 256 tokens x 3 layers x (key and value) x 64.
+    cache = 2 * 4 * 256 * 3 * 2 * 64
+    assert made["updates"][0]["memory"]["resident"][name] == 2 * made["parameters"] + cache
+
+
+@pytest.mark.parametrize(
+    ("topology", "architecture", "param", "error", "message"),
+    [
+        ("v9:2x2", "", "", TopologyError, r"unknown topology 'v9:2x2': there are v5e, v5p, v6e"),
+        ("v5e:8", "", "", TopologyError, "chips per axis"),
+        ("cuda:8x16GB", "", "", TopologyError, "one of 80GB, 141GB, H100, H200, A100"),
+        ("cuda:8x80GB", "gpt-9", "", ModelError, "unknown architecture 'gpt-9'"),
+        ("cuda:8x80GB", "", "mesh.fsdp = 3", MeshError, "needs 3 devices and there are 8"),
+        ("cuda:8x80GB", "", "data.rows = 12", MeshError, "data.rows to a multiple of 8"),
+        ("cuda:8x80GB", "", "mesh.tensor = 8", MeshError, "2 heads are not divisible by tensor=8"),
+        ("cuda:8x80GB", "", "mesh.fspd = 8", ConfigError, "did you mean 'fsdp'"),
+    ],
+)
+def test_mistakes_are_one_line(tiny, topology, architecture, param, error, message):
+    params = (param,) if param else ()
+    with pytest.raises(error, match=message) as caught:
+        plan.main(arguments(topology, architecture or tiny, *params))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_runs_by_itself_with_more_devices_than_there_are(tiny):
+    done = subprocess.run(
+        [sys.executable, "-m", "manus_jax.plan", *arguments("cuda:2x8x80GB", tiny, "data.rows=16")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "16 x H100" in done.stdout

@@ -1,0 +1,72 @@
+"""Plans for TPUs, compiled for real by libtpu; no TPU is needed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from planned_runs import arguments, planned, write_tiny
+
+from manus_jax import plan
+from manus_jax.planning.chips import GIB
+from manus_jax.planning.compiling import DoesNotFit, compile_update
+from manus_jax.planning.topologies import TopologyError, find_topology, has_tpu_compiler
+
+pytestmark = pytest.mark.skipif(not has_tpu_compiler(), reason="libtpu is not installed")
+
+
+def test_a_small_plan_for_tpus_is_compiled_with_splash_and_adds_up(tmp_path, capsys):
+    made = planned(
+        tmp_path, *arguments("v5e:2x2", write_tiny(tmp_path), "algorithm.recipe = 'grpo'")
+    )
+    text = capsys.readouterr().out
+    (update,) = made["updates"]
+    assert (made["chips"], made["mesh"]["fsdp"], update["source"]) == (4, 4, "compiled")
+    kernels = update["kernels"]
+    assert all("splash" in k for k in kernels) and any("dkv" in k for k in kernels)
+
+    # 3 layers: q, o 128 x 128, k, v 64 x 128, MLP 3 x 256 x 128, biases 256, norms 256; embedding
+    # 512 x 128, last norm 128. Matrices are split over four chips, biases and norms are not.
+    products = 2 * 128 * 128 + 2 * 64 * 128 + 3 * 256 * 128
+    small = 3 * (256 + 256) + 128
+    parameters = 4 * ((3 * products + 512 * 128) // 4 + small)
+    memory = update["memory"]
+    assert memory["parameters"] == parameters
+    assert parameters * 2 <= memory["optimizer"] <= parameters * 2 + 64
+    assert memory["peak"] > parameters * 4
+    assert made["fits"] and memory["usable"] == 15.75 * GIB
+
+    # Four micro-batches; each chip has 2 rows of 256 tokens; 77 of 256 are trained, in 2 chunks of
+    # 64. Full remat runs all but the last product of a layer again.
+    tokens = 4 * 2 * 256
+    layers = 3 * (8 * products - 2 * 256 * 128) * tokens
+    head = 8 * 512 * 128 * 4 * 2 * 128
+    # Eleven products of scores, one block of 256 x 256 for each row and head.
+    attention = 11 * 2 * (4 * 2 * 2) * 256 * 256 * 64 * 3
+    assert update["flops_per_chip"] == pytest.approx(layers + head + attention, rel=0.01)
+
+    gathered = sum(c["sent"] for c in update["collectives"] if c["kind"] == "all-gather")
+    assert gathered >= 4 * 2 * 3 * products * 2 * 3 / 4
+    assert "policy's update, per chip (compiled)" in text
+    assert "attention: splash" in text and "MFU" in text
+
+
+def test_the_compilers_own_verdict_says_how_much_a_program_needs():
+    device = find_topology("v5e:2x2").devices[0]
+    placed = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
+    # 20 GiB in and as much out, where there are 15.75.
+    x = jax.ShapeDtypeStruct((5 * 2**30,), jnp.float32, sharding=placed)
+    with pytest.raises(DoesNotFit) as caught:
+        compile_update(jax.jit(jnp.sin).lower(x))
+    assert caught.value.peak == pytest.approx(40 * GIB, rel=0.01)
+
+
+def test_a_slice_that_cannot_be_is_refused(tmp_path):
+    with pytest.raises(TopologyError, match=r"v5e:3x5.*not divisible"):
+        plan.main(arguments("v5e:3x5", write_tiny(tmp_path)))
+
+
+def test_slices_are_joined_by_the_data_centre_network():
+    two = find_topology("v5e:2x2", slices=2)
+    assert two.count == 8
+    assert {d.slice_index for d in two.devices} == {0, 1}
