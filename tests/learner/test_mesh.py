@@ -1,11 +1,10 @@
 """How devices are laid out, what is refused, and with which arithmetic."""
 
-import os
-
 import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from mesh_devices import Device, gpus, tpus
 
 from manus_jax.learner.mesh import (
     MeshError,
@@ -18,32 +17,6 @@ from manus_jax.learner.mesh import (
 from manus_jax.models.architecture import Architecture
 
 QWEN_7B = Architecture("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, qkv_bias=True)
-
-
-class Device:
-    """What a device of a machine that is not here tells about itself."""
-
-    def __init__(self, number, process, machine=None):
-        self.id, self.process_index = number, process
-        self.platform, self.device_kind = "gpu", "some GPU"
-        if machine is not None:
-            self.slice_index = machine
-
-
-def gpus(machines, per_machine, per_process):
-    """GPUs in JAX's order; `slice_index` is their machine."""
-    numbers = range(machines * per_machine)
-    return [Device(i, i // per_process, i // per_machine) for i in numbers]
-
-
-def tpus(topology, slices=1):
-    """TPU device descriptions from libtpu, which needs no TPU for that."""
-    pytest.importorskip("libtpu", reason="descriptions of TPUs come from libtpu")
-    os.environ["TPU_SKIP_MDS_QUERY"] = os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
-    from jax.experimental import topologies
-
-    more = {"num_slices": slices} if slices > 1 else {}
-    return topologies.get_topology_desc(topology, platform="tpu", **more).devices
 
 
 def values_along(mesh, axis, attribute):

@@ -1,0 +1,44 @@
+"""The examples of docs/meshes.md make meshes that Qwen2.5-7B divides over."""
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from mesh_devices import gpus, tpus
+
+from manus_jax.learner.mesh import check_batch, check_model, make_mesh
+from manus_jax.models.architecture import Architecture
+from manus_jax.models.attention import pick_implementation
+from manus_jax.settings import MeshSettings
+
+PAGE = (Path(__file__).parents[2] / "docs/meshes.md").read_text()
+QWEN_7B = Architecture("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, qkv_bias=True)
+EXAMPLES = re.findall(r"\n([^\n]+)\n\n```gin\n(.*?)```", PAGE, re.DOTALL)
+# What each example is for, in the page's order, and the sizes that "data" and "fsdp" come to.
+DEVICES = [
+    (lambda: tpus("v5e:8x8"), (1, 64)),
+    (lambda: tpus("v5e:8x8"), (1, 16)),
+    (lambda: tpus("v5e:8x8", slices=2), (2, 64)),
+    (lambda: gpus(1, 8, 8), (1, 8)),
+    (lambda: gpus(1, 8, 8), (1, 2)),
+    (lambda: gpus(4, 8, 8), (4, 8)),
+]
+
+
+@pytest.mark.parametrize("index", range(len(DEVICES)))
+def test_an_example_fits_the_devices_that_it_names(index):
+    assert len(EXAMPLES) == len(DEVICES)
+    devices, sizes = DEVICES[index]
+    bindings = dict(line.split(" = ") for line in EXAMPLES[index][1].splitlines())
+    values = {name: ast.literal_eval(value) for name, value in bindings.items()}
+    groups = {"mesh": {}, "data": {}}
+    for name, value in values.items():
+        group, _, key = name.partition(".")
+        groups[group][key] = value
+    mesh = make_mesh(**dataclasses.asdict(MeshSettings(**groups["mesh"])), devices=devices())
+    assert (mesh.shape["data"], mesh.shape["fsdp"]) == sizes
+    kernel = pick_implementation(mesh.devices.flat[0].platform)
+    check_model(QWEN_7B, mesh, kernel)
+    check_batch(groups["data"]["rows"], groups["data"]["max_length"], mesh, kernel)
