@@ -13,7 +13,7 @@ from manus_jax.planning.architectures import find_architecture
 from manus_jax.planning.plans import make_plan
 from manus_jax.planning.search import nearest_that_fits
 from manus_jax.planning.tables import as_json, render
-from manus_jax.planning.topologies import find_topology, has_tpu_compiler
+from manus_jax.planning.topologies import find_topology
 from manus_jax.runtime.designs import TrainConfig
 from manus_jax.settings import ScratchSettings
 
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
     settings = read_config(args.gin_file, args.gin_param)
     arch = architecture_of(settings, args.architecture)
     topology = find_topology(args.topology, args.slices)
-    if topology.chip.kind == "tpu" and not has_tpu_compiler():
+    if topology.platform == "tpu" and not topology.compiles:
         note = "libtpu is not installed, so this is an estimate: pip install 'manus-jax[plan]'"
         print(note, file=sys.stderr)
     plan = make_plan(settings, arch, topology, args.trained)

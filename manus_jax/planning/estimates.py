@@ -57,7 +57,7 @@ class Workload:
     @property
     def parameter_shards(self) -> int:
         """Over how many chips a layer is gathered."""
-        return self.shards["fsdp"] * self.shards.get("sequence", 1)
+        return self.shards["fsdp"] * self.shards["sequence"]
 
     @property
     def chip_tokens(self) -> float:
@@ -185,7 +185,7 @@ def estimate_exchanges(w: Workload) -> list[Exchange]:
     ring = lambda size: (size - 1) / size
     out = []
     if f > 1:
-        over = ("fsdp", "sequence") if w.shards.get("sequence", 1) > 1 else ("fsdp",)
+        over = ("fsdp", "sequence") if w.shards["sequence"] > 1 else ("fsdp",)
         gathered = 2 * (weights + head) * w.itemsize * ring(f)
         out.append(Exchange("all-gather", over, 2 * n * (layers + 1), n * gathered))
         scattered = (weights * w.itemsize + head * 4) * ring(f)
@@ -197,7 +197,7 @@ def estimate_exchanges(w: Workload) -> list[Exchange]:
         times = layers * (4 + (2 if w.remat == "full" else 1))
         each = 2 * w.chip_tokens * a.hidden_size * w.itemsize * ring(t)
         out.append(Exchange("all-reduce", ("tensor",), n * times, n * times * each))
-    if (s := w.shards.get("sequence", 1)) > 1:
+    if (s := w.shards["sequence"]) > 1:
         kv = 2 * a.num_kv_heads * a.head_dim / t * w.itemsize
         each = w.chip_tokens * (s - 1) * kv
         out.append(Exchange("all-gather", ("sequence",), 3 * n * layers, 3 * n * layers * each))

@@ -20,6 +20,7 @@ from manus_jax.planning.compiling import policy_fields, state_bytes
 from manus_jax.planning.plans import (
     Efficiency,
     Plan,
+    for_platform,
     make_plan,
     plan_mesh,
     workload_of,
@@ -88,11 +89,10 @@ def _candidates(
     beside: float,
     plan: Plan,
 ) -> Iterator[_Candidate]:
+    config = for_platform(config, topology)
     recipe = make_recipe(config.algorithm)
     for sizes in _mesh_sizes(config, topology):
-        shaped = dataclasses.replace(
-            config, mesh=dataclasses.replace(config.mesh, **sizes) if sizes else config.mesh
-        )
+        shaped = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **sizes))
         try:
             mesh = plan_mesh(_with_rows(shaped, topology.count), topology)
             design = design_policy(_with_rows(shaped, topology.count), recipe, arch, mesh)
@@ -132,12 +132,10 @@ def _row_counts(config: TrainConfig, mesh: Mesh) -> list[int]:
 def _mesh_sizes(config: TrainConfig, topology: Topology) -> Iterator[dict[str, int]]:
     """The mesh as it is, all FSDP, and shares of it given to other axes."""
     yield {}
-    axes = [f.name for f in dataclasses.fields(config.mesh) if f.name != "slices"]
-    for tensor, sequence in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
+    for tensor, sequence in itertools.product((1, 2, 4, 8), repeat=2):
         sizes = {"data": topology.slices, "fsdp": -1, "tensor": tensor, "sequence": sequence}
-        sizes = {axis: size for axis, size in sizes.items() if axis in axes}
-        changed = {a: s for a, s in sizes.items() if getattr(config.mesh, a) != s}
-        if changed and (sequence == 1 or "sequence" in axes):
+        changed = {a: size for a, size in sizes.items() if getattr(config.mesh, a) != size}
+        if changed:
             yield changed
 
 

@@ -10,6 +10,7 @@ from manus_jax import plan
 from manus_jax.config import ConfigError
 from manus_jax.learner.mesh import MeshError
 from manus_jax.models.architecture import ModelError
+from manus_jax.planning import topologies
 from manus_jax.planning.topologies import TopologyError
 
 
@@ -30,6 +31,17 @@ def test_a_plan_for_gpus_is_lowered_with_its_kernel_and_estimated(tmp_path, tiny
     beside = policy["memory"]["resident"]["critic and its optimizer"]
     assert beside == critic["memory"]["parameters"] + critic["memory"]["optimizer"]
     assert "estimated, not compiled" in text and "No compiler" in text
+
+
+def test_without_libtpu_a_tpu_plan_is_an_estimate_and_says_what_to_install(
+    tmp_path, tiny, capsys, monkeypatch
+):
+    monkeypatch.setattr(topologies, "has_tpu_compiler", lambda: False)
+    made = planned(tmp_path, *arguments("v5e:2x2", tiny))
+    captured = capsys.readouterr()
+    assert "pip install 'manus-jax[plan]'" in captured.err
+    (update,) = made["updates"]
+    assert (update["source"], update["kernels"]) == ("estimated", ["splash"])
 
 
 def test_settings_that_do_not_fit_come_with_the_nearest_that_do(tmp_path, capsys):
