@@ -54,7 +54,13 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path):
     assert left == [".addresses.lock", "addresses"]
 
 
-def test_a_follower_tells_who_came_and_who_went(tmp_path):
+def replace(path, text):
+    beside = path.with_name("beside")
+    beside.write_text(text)
+    beside.rename(path)
+
+
+def test_a_follower_tells_who_came_and_who_went(tmp_path, caplog):
     path = tmp_path / "addresses"
     register(path, "http://a:1")
     told, changed = [], threading.Condition()
@@ -75,9 +81,9 @@ def test_a_follower_tells_who_came_and_who_went(tmp_path):
     follower.start(tell("joined"), tell("left"))
     register(path, "http://b:2")
     await_told(1)
-    path.write_text("nonsense\n")  # changes nothing until it is right again
-    time.sleep(0.1)
-    path.write_text("http://b:2\n")
+    replace(path, "nonsense\n")  # changes nothing until it is right again
+    wait(lambda: "nonsense" in caplog.text)
+    replace(path, "http://b:2\n")
     await_told(2)
     follower.close()
     assert told == [("joined", "http://b:2"), ("left", "http://a:1")]
