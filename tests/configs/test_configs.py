@@ -39,7 +39,7 @@ def settings_of(path, monkeypatch, *params):
     command = re.search(rf"python -m manus_jax\.(\w+) --gin_file=configs/{path.name}", header)[1]
     module, function = COMMANDS[command]
 
-    def reached(settings, operative_config):
+    def reached(settings, operative_config, *_):
         raise Reached(settings)
 
     monkeypatch.setattr(module, function, reached)
