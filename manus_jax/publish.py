@@ -2,7 +2,7 @@
 
 Publishes the newest checkpoint; with --follow it goes on with every new one until it is stopped.
 Servers named with --server are brought to each version, and with --follow kept there: one that is
-restarted gets the newest again.
+restarted gets the newest again. The key that they ask for is in VLLM_API_KEY.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from pathlib import Path
 from manus_jax import command
 from manus_jax.models.huggingface import ModelCard
 from manus_jax.rollout.engine import EngineError
+from manus_jax.rollout.vllm_access import read_api_key
 from manus_jax.rollout.vllm_fleet import Fleet, PoolSettings
 from manus_jax.runtime import checkpoints
 from manus_jax.runtime.policy_source import load_step
@@ -55,13 +56,17 @@ def publish_run(
             publisher.close()
 
 
-def serving(servers: list[str], to: Path) -> Fleet | None:
+def serving(servers: list[str], run: Path, to: Path) -> Fleet | None:
     """The servers on their way to the newest version in `to`; None while there is none."""
     target = newest(to)
     if target is None or not servers:
         return None
-    change = threading.Condition()
-    return Fleet(servers, 1, to, target, PoolSettings(), change, lambda member, problem: None)
+    _, card_dir = checkpoints.find_checkpoint(run)
+    model = ModelCard.load(card_dir).architecture
+    settings = PoolSettings(api_key=read_api_key(None))
+    return Fleet(
+        servers, 1, to, target, model, settings, threading.Condition(), lambda member, problem: None
+    )
 
 
 def await_all(fleet: Fleet, target: Identity | None) -> None:
@@ -97,12 +102,12 @@ def main(arguments: list[str]) -> None:
     )
     args = parser.parse_args(arguments)
     poll = args.poll if args.follow else None
-    fleet = serving(args.server, args.to)
+    fleet = serving(args.server, args.run, args.to)
     try:
         for published in publish_run(args.run, args.to, poll, args.snapshot_every):
             print(describe(published), flush=True)
             if fleet is None:
-                fleet = serving(args.server, args.to)
+                fleet = serving(args.server, args.run, args.to)
             else:
                 fleet.update(published.identity)
         if fleet is not None:

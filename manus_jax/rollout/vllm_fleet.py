@@ -5,21 +5,32 @@ for a server that is new, was restarted, failed or missed an update: it is broug
 version. One thread looks after all of them.
 """
 
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+from manus_jax.models.architecture import Architecture, ModelError, from_hf_config
 from manus_jax.rollout import vllm_routing as routing
 from manus_jax.rollout.engine import EngineError
 from manus_jax.rollout.vllm_routing import RoutingPolicy, ServerState
-from manus_jax.rollout.vllm_server import ServerFailure, Timeouts, VllmServer, label_of
+from manus_jax.rollout.vllm_server import (
+    PrefixCache,
+    ServerFailure,
+    ServerInfo,
+    Timeouts,
+    VllmServer,
+    label_of,
+)
 from manus_jax.weights.manifest import Identity
 
 _log = logging.getLogger(__name__)
+_NOT_COMPARED = ("max_positions", "initializer_range")  # they change no number that is computed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +39,7 @@ class PoolSettings:
 
     A request is tried `attempts` times. `queue_size` requests may wait; one more is an EngineError.
     When no server has served for `patience` seconds, what waits fails. Servers are looked at every
-    `check_every` seconds.
+    `check_every` seconds. `api_key` is what they ask for.
     """
 
     attempts: int = 4
@@ -37,6 +48,7 @@ class PoolSettings:
     check_every: float = 5.0
     routing: RoutingPolicy = dataclasses.field(default_factory=RoutingPolicy)
     timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
+    api_key: str | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass
@@ -48,6 +60,7 @@ class ServerCounters:
     failures: int = 0
     updates: int = 0
     paused_seconds: float = 0.0
+    busy_seconds: float = 0.0  # with a request in flight
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,6 +72,15 @@ class Member:
     held: Identity | None = None
     loading: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     counters: ServerCounters = dataclasses.field(default_factory=ServerCounters)
+    cache: PrefixCache = dataclasses.field(default_factory=PrefixCache)
+    busy_since: float = 0.0
+
+    def become(self, state: ServerState) -> None:
+        """Its new state; the time with something to do is counted. Under the fleet's lock."""
+        now = time.monotonic()
+        if self.state.in_flight:
+            self.counters.busy_seconds += now - self.busy_since
+        self.state, self.busy_since = state, now
 
 
 class Fleet:
@@ -69,6 +91,7 @@ class Fleet:
       max_length: the context that each must have.
       root: where weights are published; None when servers keep what they have.
       target: the current weights there.
+      model: what they must serve; None: anything.
       change: the lock under which all states are; whoever changes them tells the others.
       on_down: called under the lock with a server that was put aside, and why.
     """
@@ -79,6 +102,7 @@ class Fleet:
         max_length: int,
         root: Path | None,
         target: Identity | None,
+        model: Architecture | None,
         settings: PoolSettings,
         change: threading.Condition,
         on_down: Callable[[Member, str], None],
@@ -86,6 +110,7 @@ class Fleet:
         self._max_length = max_length
         self._root = root
         self._target = target
+        self._model = model
         self._settings = settings
         self._change = change
         self._on_down = on_down
@@ -103,7 +128,7 @@ class Fleet:
         url = url.rstrip("/")
         with self._change:
             if url not in self.members:
-                server = VllmServer(url, self._settings.timeouts)
+                server = VllmServer(url, self._settings.timeouts, self._settings.api_key)
                 self.members[url] = Member(server, ServerState(url))
 
     def remove(self, url: str) -> None:
@@ -141,7 +166,11 @@ class Fleet:
             _log.warning("%s is out of service: %s", member.state.url, problem)
         member.counters.failures += 1
         now = time.monotonic()
-        member.state = routing.went_down(member.state, problem, now, self._settings.routing)
+        served = self.serves
+        member.become(routing.went_down(member.state, problem, now, self._settings.routing))
+        if served and not self.serves:
+            patience = self._settings.patience
+            _log.warning("no vLLM server is in service: waiting up to %g s for one", patience)
         self._on_down(member, problem)
         self._change.notify_all()
 
@@ -173,7 +202,7 @@ class Fleet:
         with member.loading:
             try:
                 info = member.server.info()
-                self._check_fit(member.state.url, info.max_length, info.takes_weights)
+                self._check_fit(member.server, info)
                 while not self._in_service(member, self._load(member), info.max_requests):
                     pass
             except ServerFailure as error:
@@ -194,21 +223,30 @@ class Fleet:
             if loaded != self._target:
                 return False
             member.held = loaded
-            member.state = routing.came_up(member.state, capacity)
+            if member.state.failures_in_a_row:
+                _log.warning("%s is in service again", member.state.url)
+            member.become(routing.came_up(member.state, capacity))
             self._change.notify_all()
             return True
 
-    def _check_fit(self, url: str, max_length: int, takes_weights: bool) -> None:
-        if max_length < self._max_length:
+    def _check_fit(self, server: VllmServer, info: ServerInfo) -> None:
+        if info.max_length < self._max_length:
             raise ServerFailure(
-                f"{url} has a context of {max_length} tokens and {self._max_length} are needed: "
-                f"start it with --max-model-len {self._max_length}"
+                f"{server.url} has a context of {info.max_length} tokens and {self._max_length} "
+                f"are needed: start it with --max-model-len {self._max_length}"
             )
-        if self._root is not None and not takes_weights:
+        if self._root is not None and not info.takes_weights:
             raise ServerFailure(
-                f"{url} was started without this project's plug-in and takes no weights: start "
-                "it with `python -m manus_jax.serve`"
+                f"{server.url} was started without this project's plug-in and takes no weights: "
+                "start it with `python -m manus_jax.serve`"
             )
+        if self._model is not None and info.takes_weights:
+            different = difference(self._model, server.served_config())
+            if different is not None:
+                raise ServerFailure(
+                    f"{server.url} serves another model than the one that is trained: {different}; "
+                    "start it from that model's directory, or from the versions in weights_dir"
+                )
 
     def _watch(self) -> None:
         """Tries again what is out of service, and looks whether what is in service is well."""
@@ -232,9 +270,23 @@ class Fleet:
 
     def _look_at(self, member: Member) -> None:
         problem = self.problem_of(member)
+        with contextlib.suppress(ServerFailure):  # numbers to look at; it serves without them
+            member.cache = member.server.prefix_cache()
         with self._change:
             if problem is not None and member.state.ready:
                 self.put_aside(member, problem)
+
+
+def difference(model: Architecture, served: Mapping[str, Any]) -> str | None:
+    """What a served model, given its `config.json`, has different; None: they compute the same."""
+    try:
+        other = from_hf_config(dict(served), "its config.json")
+    except ModelError as error:
+        return str(error)
+    names = [field.name for field in dataclasses.fields(model) if field.name not in _NOT_COMPARED]
+    values = [(name, getattr(other, name), getattr(model, name)) for name in names]
+    unlike = [f"{name} is {there} and not {here}" for name, there, here in values if there != here]
+    return ", ".join(unlike) or None
 
 
 def _beside(work: Callable[[Member], None], member: Member) -> threading.Thread:

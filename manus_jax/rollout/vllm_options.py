@@ -26,6 +26,7 @@ from manus_jax.rollout.gpu_split import (
     split_gpus,
     visible_gpus,
 )
+from manus_jax.rollout.vllm_access import read_api_key
 from manus_jax.rollout.vllm_addresses import AddressFollower, read_addresses
 from manus_jax.rollout.vllm_fleet import PoolSettings
 from manus_jax.rollout.vllm_pool import VllmPool
@@ -152,7 +153,7 @@ def claim_gpus(engine: EngineSettings) -> EngineSettings:
 
 
 def open_vllm(
-    card: ModelCard,
+    card: ModelCard | None,
     params: Any,
     options: Mapping[str, Any],
     *,
@@ -160,17 +161,23 @@ def open_vllm(
     dtype: str,
     max_length: int,
 ) -> VllmPool:
-    """A pool with the given weights as version 0; closing it ends what it started."""
+    """A pool with the given weights as version 0; closing it ends what it started.
+
+    The key that servers elsewhere ask for is in the environment. Without a card, which is for
+    servers that keep their weights, they may serve anything.
+    """
     parsed = parse_options(options)
     settings = PoolSettings(
         attempts=parsed.attempts,
         patience=parsed.patience,
         routing=RoutingPolicy(imbalance=parsed.imbalance),
+        api_key=read_api_key(None),
     )
     closing: list[Callable[[], None]] = []
     try:
         publisher, first = None, None
         if parsed.push:
+            assert card is not None
             root = _weights_root(parsed, closing)
             publisher = Publisher(root / "versions", card, snapshot_every=parsed.snapshot_every)
             closing.append(publisher.close)
@@ -194,6 +201,7 @@ def open_vllm(
             max_length,
             publisher=publisher,
             target=None if first is None else first.identity,
+            model=None if card is None else card.architecture,
             settings=settings,
             closing=closing,
         )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from manus_jax.models.architecture import Architecture
 from manus_jax.rollout import vllm_routing as routing
 from manus_jax.rollout.engine import EngineError, Generation, Request
 from manus_jax.rollout.sampling import problem_with
@@ -55,6 +56,7 @@ class VllmPool:
       publisher: takes new weights. Without it the servers keep the weights that they have, which
         are called version 0.
       target: what was published last, the first weights.
+      model: what the servers must serve; None: anything.
       closing: called, the last first, when the pool is closed.
     """
 
@@ -65,6 +67,7 @@ class VllmPool:
         *,
         publisher: WeightPublisher | None = None,
         target: Identity | None = None,
+        model: Architecture | None = None,
         settings: PoolSettings | None = None,
         closing: Sequence[Callable[[], None]] = (),
     ) -> None:
@@ -87,6 +90,7 @@ class VllmPool:
             max_length,
             None if publisher is None else publisher.root,
             target,
+            model,
             self._settings,
             self._change,
             self._server_went_down,
@@ -187,6 +191,10 @@ class VllmPool:
             name = f"server/{urlsplit(url).netloc}"
             counted = dataclasses.asdict(member.counters)
             numbers |= {f"{name}/{key}": value for key, value in counted.items()}
+            numbers[f"{name}/tokens_per_second"] = _rate(counted["tokens"], counted["busy_seconds"])
+            numbers[f"{name}/prefix_cache_hit_rate"] = _rate(
+                member.cache.hits, member.cache.queries
+            )
             numbers[f"{name}/in_flight"] = member.state.in_flight
             numbers[f"{name}/ready"] = member.state.ready
         return numbers
@@ -218,7 +226,7 @@ class VllmPool:
         member = self._fleet.members[chosen.url]
         self._moves += home is not None and home != chosen.url
         self._homes[session] = chosen.url
-        member.state = routing.sent(member.state)
+        member.become(routing.sent(member.state))
         member.counters.requests += 1
         job.member, job.errand = member, next(self._errands)
         self._flying.add(job)
@@ -253,7 +261,7 @@ class VllmPool:
             if problem is not None:
                 self._fleet.put_aside(member, problem)
                 return
-            member.state = routing.answered(member.state)
+            member.become(routing.answered(member.state))
             if isinstance(failure, ServerFailure) and not job.future.cancelled():
                 member.counters.failures += 1
                 self._try_again(job, str(failure))
@@ -295,6 +303,10 @@ class VllmPool:
 def _abort(server: VllmServer, errand: str) -> None:
     with contextlib.suppress(ServerFailure):  # then the server finds out by itself
         server.abort([errand])
+
+
+def _rate(count: float, of: float) -> float:
+    return count / of if of else 0.0
 
 
 def _fail(job: _Job, problem: str) -> None:

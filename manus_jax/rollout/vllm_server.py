@@ -15,11 +15,13 @@ import requests
 from requests.adapters import HTTPAdapter
 
 from manus_jax.rollout.engine import EngineError, FinishReason, Generation, Request
+from manus_jax.rollout.vllm_access import KEY_VARIABLE
 from manus_jax.weights.manifest import Identity
 
 # vLLM puts this before the id that a request was given.
 _ID_PREFIX = "generate-tokens-"
 _FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+_HOW_TO_GIVE_A_KEY = f"give the key that it was started with in {KEY_VARIABLE}"
 _HOW_TO_START = "start it with `python -m manus_jax.serve`"
 
 
@@ -39,6 +41,14 @@ class ServerInfo:
     max_length: int
     max_requests: int
     takes_weights: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixCache:
+    """Prompt tokens that the server looked for in its cache since it started, and found there."""
+
+    queries: int = 0
+    hits: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +76,9 @@ def number_of(label: str) -> int | None:
 class VllmServer:
     """Thread-safe; any number of generations at once."""
 
-    def __init__(self, url: str, timeouts: Timeouts | None = None) -> None:
+    def __init__(
+        self, url: str, timeouts: Timeouts | None = None, api_key: str | None = None
+    ) -> None:
         self.url = url.rstrip("/")
         self._timeouts = timeouts or Timeouts()
         self._model = ""
@@ -75,13 +87,17 @@ class VllmServer:
         adapter = HTTPAdapter(pool_connections=1, pool_maxsize=512)
         self._http.mount("http://", adapter)
         self._http.mount("https://", adapter)
+        if api_key is not None:
+            self._http.headers["Authorization"] = f"Bearer {api_key}"
 
     def info(self) -> ServerInfo:
         """Raises ServerFailure for one that is not there, or whose numbers would be wrong."""
         quick = self._timeouts.quick
         models = self._call("GET", "/v1/models", quick)["data"]
         self._model = models[0]["id"]
-        config = self._call("GET", "/server_info?config_format=json", quick)["vllm_config"]
+        # It tells of the whole machine too, which it examines when it is asked for the first time.
+        slow = self._timeouts.update
+        config = self._call("GET", "/server_info?config_format=json", slow)["vllm_config"]
         mode = _find(config, "logprobs_mode")
         if mode != "processed_logprobs":
             raise ServerFailure(
@@ -101,6 +117,13 @@ class VllmServer:
 
     def weight_label(self) -> str:
         return str(self._call("GET", "/weight_info", self._timeouts.quick)["weight_version"])
+
+    def served_config(self) -> dict[str, Any]:
+        """The `config.json` of what it serves, as transformers completes it; needs our plug-in."""
+        return dict(self._rpc("served_config", {})["results"][0])
+
+    def prefix_cache(self) -> PrefixCache:
+        return _prefix_cache(self._get_text("/metrics"))
 
     def generate(self, request: Request, request_id: str, other_weights: int | None) -> Generation:
         """`other_weights` is the number for weights that were not pushed; None: a failure."""
@@ -204,7 +227,21 @@ class VllmServer:
         body = {"method": method, "kwargs": arguments}
         return self._call("POST", "/collective_rpc", self._timeouts.update, body)
 
+    def _get_text(self, path: str) -> str:
+        return self._answer("GET", path, self._timeouts.quick).text
+
     def _call(self, method: str, path: str, timeout: float, body: Any = None) -> Any:
+        answer = self._answer(method, path, timeout, body)
+        if not answer.content:
+            return None
+        try:
+            return answer.json()
+        except ValueError:
+            raise ServerFailure(f"{self.url}{path} did not answer with JSON") from None
+
+    def _answer(
+        self, method: str, path: str, timeout: float, body: Any = None
+    ) -> requests.Response:
         try:
             answer = self._http.request(method, self.url + path, json=body, timeout=timeout)
         except requests.RequestException as error:
@@ -213,15 +250,12 @@ class VllmServer:
             said = f"{self.url}{path} answered {answer.status_code}: {_message(answer)}"
             if path.startswith("/inference") and answer.status_code in (400, 413, 422):
                 raise RequestRefused(said)
+            if answer.status_code == 401:
+                said += f"; {_HOW_TO_GIVE_A_KEY}"
             if answer.status_code == 404:
                 said += f"; {_HOW_TO_START}"
             raise ServerFailure(said)
-        if not answer.content:
-            return None
-        try:
-            return answer.json()
-        except ValueError:
-            raise ServerFailure(f"{self.url}{path} did not answer with JSON") from None
+        return answer
 
     def close(self) -> None:
         self._http.close()
@@ -233,6 +267,17 @@ def _message(answer: requests.Response) -> str:
         return str(error["message"] if isinstance(error, dict) else error)[:300]
     except (json.JSONDecodeError, KeyError, TypeError, ValueError):
         return answer.text[:300]
+
+
+def _prefix_cache(text: str) -> PrefixCache:
+    """From Prometheus' text format, over all engines of the server."""
+    counts = {"queries": 0.0, "hits": 0.0}
+    for line in text.splitlines():
+        name = line.partition("{")[0]
+        for key in counts:
+            if name == f"vllm:prefix_cache_{key}_total":
+                counts[key] += float(line.rpartition(" ")[2])
+    return PrefixCache(int(counts["queries"]), int(counts["hits"]))
 
 
 def _find(config: Any, key: str) -> Any:

@@ -10,6 +10,7 @@ Runs in vLLM's environment, without JAX.
 """
 
 import dataclasses
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,6 +128,11 @@ class WeightsWorker:
 
     def fetched_weights(self) -> dict[str, Any]:
         return self.weight_transfer_engine.fetched()
+
+    def served_config(self) -> dict[str, Any]:
+        """What is served, as transformers completes its `config.json`."""
+        config = self.weight_transfer_engine.model_config.hf_config
+        return json.loads(config.to_json_string(use_diff=False))
 
 
 def _tensors(mirror: Mirror) -> Iterator[tuple[str, torch.Tensor]]:

@@ -300,6 +300,70 @@ def test_metrics_are_kept_per_server(pool, servers):
     assert [numbers[f"server/{name}/updates"] for name in names] == [1, 1]
 
 
+def test_time_without_requests_does_not_count_into_a_servers_tokens_per_second(pool, servers):
+    name = f"server/{servers[0].url.removeprefix('http://')}"
+    pool.remove_server(servers[1].url)
+    pool.submit(ask(tokens=40)).result(20)
+    numbers = pool.metrics()
+    assert numbers[f"{name}/busy_seconds"] > 0
+    assert numbers[f"{name}/tokens_per_second"] == pytest.approx(
+        40 / numbers[f"{name}/busy_seconds"]
+    )
+    time.sleep(0.05)
+    assert pool.metrics()[f"{name}/busy_seconds"] == numbers[f"{name}/busy_seconds"]
+
+
+def test_the_share_of_prompt_tokens_that_a_server_had_cached_is_told(pool, servers):
+    names = [f"server/{server.url.removeprefix('http://')}" for server in servers]
+    servers[0].cache = (200, 150)
+    wait_until(lambda: pool.metrics()[f"{names[0]}/prefix_cache_hit_rate"] == 0.75, pool)
+    assert pool.metrics()[f"{names[1]}/prefix_cache_hit_rate"] == 0
+
+
+def test_waiting_for_the_only_server_and_its_return_are_told(tmp_path, caplog):
+    server = LoopbackServer(tmp_path)
+    pool = VllmPool([server.url], 64, **published(tmp_path), settings=SETTINGS)
+    server.cut_off = True
+    future = pool.submit(ask())
+    wait_until(lambda: "no vLLM server is in service: waiting up to 20 s" in caplog.text, pool)
+    assert "does not answer" in caplog.text
+    server.cut_off = False
+    assert len(future.result(20).token_ids) == 4
+    assert f"{server.url} is in service again" in caplog.text
+    pool.close()
+    server.close()
+
+
+def test_the_key_goes_along_with_every_request(tmp_path):
+    server = LoopbackServer(tmp_path)
+    server.key = "s3cret"
+    settings = dataclasses.replace(SETTINGS, api_key="s3cret")
+    pool = VllmPool([server.url], 64, **published(tmp_path), settings=settings)
+    assert len(pool.submit(ask()).result(20).token_ids) == 4
+    pool.close()
+    server.close()
+    assert "s3cret" not in repr(settings)
+
+
+def test_a_server_of_the_same_model_serves_and_one_of_another_is_named(tmp_path):
+    server = LoopbackServer(tmp_path)
+    server.config = {**CARD.config, "max_position_embeddings": 64}
+    expected = {"model": CARD.architecture, "settings": SETTINGS}
+    pool = VllmPool([server.url], 64, **published(tmp_path), **expected)
+    pool.close()
+    server.config |= {"num_hidden_layers": 3, "rms_norm_eps": 1e-5}
+    expected["settings"] = dataclasses.replace(SETTINGS, patience=0.3)
+    with pytest.raises(
+        EngineError, match=r"another model .*: num_layers is 3 and not 2, norm_eps is 1e-05 and not"
+    ):
+        VllmPool([server.url], 64, target=pool._fleet._target, **expected)
+    server.config |= {"model_type": "gemma"}
+    with pytest.raises(EngineError, match=r"another model .* 'gemma' is not supported"):
+        VllmPool([server.url], 64, target=pool._fleet._target, **expected)
+    assert "/pause" not in server.calls[-10:]
+    server.close()
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -307,6 +371,7 @@ def test_metrics_are_kept_per_server(pool, servers):
         ({"logprobs_mode": "raw_logprobs"}, "give it --logprobs-mode processed_logprobs"),
         ({"backend": None}, "without this project's plug-in"),
         ({"cut_off": True}, "does not answer"),
+        ({"key": "s3cret"}, "answered 401: .*give the key that it was started with in VLLM_API"),
         ({"failing": {"/server_info?config_format=json": 404}}, r"manus_jax\.serve"),
     ],
 )

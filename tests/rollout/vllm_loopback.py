@@ -20,6 +20,9 @@ class LoopbackServer:
     def __init__(self, scratch, max_model_len=64, slots=4, logprobs_mode="processed_logprobs"):
         self.max_model_len, self.slots, self.logprobs_mode = max_model_len, slots, logprobs_mode
         self.backend = "manus_jax"
+        self.key = None  # that it asks for
+        self.config = {}  # config.json of what it serves
+        self.cache = (0, 0)  # prompt tokens that were looked for, and found
         self.calls, self.requests = [], []
         self.gate = threading.Event()
         self.gate.set()
@@ -69,7 +72,16 @@ class LoopbackServer:
     def _weight_info(self, _):
         return 200, {"weight_version": self.label}
 
+    def _metrics(self, _):
+        lines = ["# TYPE vllm:prefix_cache_queries counter"]
+        for name, count in zip(("queries", "hits"), self.cache, strict=True):
+            lines.append(f'vllm:prefix_cache_{name}_total{{engine="0"}} {float(count)}')
+            lines.append(f'vllm:prefix_cache_{name}_created{{engine="0"}} 1.7e+09')
+        return 200, "\n".join(lines)
+
     def _collective_rpc(self, body):
+        if body["method"] == "served_config":
+            return 200, {"results": [self.config]}
         if body["method"] == "fetch_weights":
             self.problem = None
             try:
@@ -154,13 +166,17 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(json.loads(self.rfile.read(length) or "null"))
 
     def _answer(self, body):
-        if not self.owner.cut_off:
+        key = self.owner.key
+        if key is not None and self.headers.get("Authorization") != f"Bearer {key}":
+            status, content = 401, {"error": "this server needs its API key"}
+        elif not self.owner.cut_off:
             status, content = self.owner.answer(self.path, body)
         if self.owner.cut_off:
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
             return
-        data = b"" if content is None else json.dumps(content).encode()
+        text = content if isinstance(content, str) else json.dumps(content)
+        data = b"" if content is None else text.encode()
         with contextlib.suppress(OSError):  # the client may be gone by now
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))

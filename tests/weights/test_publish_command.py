@@ -71,6 +71,8 @@ def test_a_mistake_is_one_line(tmp_path):
 def test_servers_are_brought_to_what_is_published(tmp_path):
     run, to = tmp_path / "run", tmp_path / "weights"
     servers = [LoopbackServer(tmp_path) for _ in range(2)]
+    for server in servers:
+        server.config = CARD.config
     named = [part for server in servers for part in ("--server", server.url)]
     for step in (2, 3):
         save_step(run, step, model(step))

@@ -1,7 +1,7 @@
 """Publishing: the bytes that `convert` would write, from any mesh, version after version."""
 
-import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -140,24 +140,65 @@ def test_a_version_must_be_newer_than_the_last(publisher):
         publisher.publish(model(), 3)
 
 
-def test_a_full_disk_is_one_clear_error_and_the_next_version_is_whole(
-    publisher, mirror, tmp_path, monkeypatch
-):
-    params = model()
-    publisher.publish(params, 0)
+_ON_A_FULL_DISK = """
+import errno, resource, sys
+from pathlib import Path
+from published_models import CARD, changed, copies, exported, model
+from manus_jax.weights.manifest import WeightsError
+from manus_jax.weights.mirror import Mirror
+from manus_jax.weights.publisher import Publisher
+root, scratch, mounted = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "mounted"
+publisher = Publisher(root / "to", CARD, snapshot_every=9, scratch=scratch)
+publisher.publish(model(), 0)
+if mounted:
+    with (root / "ballast").open("wb", buffering=0) as ballast:
+        try:
+            while True:
+                ballast.write(bytes(4096))
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+else:
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, unlimited[1]))
+try:
+    publisher.publish(changed(model(), 0.5, 1), 1)
+except WeightsError as error:
+    print(error)
+print(*sorted(path.name for path in (root / "to").iterdir()))
+if mounted:
+    (root / "ballast").unlink()
+else:
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+params = changed(model(), 0.5, 2)
+assert publisher.publish(params, 2).snapshot_bytes is not None
+print(*sorted(path.name for path in (root / "to").iterdir()))
+mirror = Mirror(scratch)
+mirror.advance(root / "to", 2)
+assert copies(mirror) == exported(params, scratch / "hf")
+"""
 
-    def full(_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(WeightsError, match=r"is full \(\d+ bytes left\)"):
-            publisher.publish(changed(params, 0.1, 1), 1)
-    assert [p.name for p in publisher.root.iterdir()] == ["00000000"]
-    params = changed(params, 0.1, 2)
-    assert publisher.publish(params, 2).snapshot_bytes is not None
-    mirror.advance(publisher.root, 2)
-    assert copies(mirror) == exported(params, tmp_path / "hf")
+def test_a_disk_that_fills_up_is_one_line_leaves_no_half_and_is_gone_on_from(tmp_path):
+    """A real one where a file system of 256 KB may be mounted, else files may not grow so far."""
+    disk, here = tmp_path / "disk", os.path.dirname(__file__)
+    disk.mkdir()
+    mount = f"mount -t tmpfs -o size=256k none {disk}"
+    try_it = ["unshare", "-rm", "sh", "-c", mount]
+    mountable = shutil.which("unshare") and subprocess.run(try_it, capture_output=True)
+    command = [sys.executable, "-c", _ON_A_FULL_DISK, str(disk), str(tmp_path / "scratch")]
+    if mountable and mountable.returncode == 0:
+        command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", *command, "mounted"]
+        problem = rf"{disk}/to is full \(\d+ bytes left\), so nothing was published: free some"
+    else:
+        command.append("limited")
+        problem = rf"cannot publish to {disk}/to: .*File too large"
+    environment = {**os.environ, "PYTHONPATH": here, "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(command, env=environment, cwd=here, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    told, after_the_failure, at_the_end = ended.stdout.splitlines()
+    assert re.match(problem, told)
+    assert after_the_failure == "00000000"
+    assert at_the_end == "00000000 00000002"
 
 
 _FOREVER = """
