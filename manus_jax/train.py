@@ -77,7 +77,9 @@ def lead(settings: TrainConfig, team: Team | None) -> None:
             export.parent.mkdir(exist_ok=True)
             card = huggingface.ModelCard.load(trainer.directory.model)
             params = trainer.policy.state.params
-            huggingface.save_hf(params if team is None else spread(params, team.tell), card, export)
+            huggingface.save_hf(
+                params if team is None else spread(params, team.together), card, export
+            )
     print_closing(trainer.directory, train.yardsticks, train.next_command)
 
 

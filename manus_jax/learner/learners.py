@@ -9,6 +9,7 @@ they run the same programs on batches that are blank until process 0's takes the
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +38,8 @@ _ROWS = {
     "loss_mask": np.bool_,
 }
 
-Tell = Callable[..., None]
-"""Says to the other processes, if there are any, what all are about to do."""
+Together = Callable[..., AbstractContextManager[None]]
+"""`with together(do="update", …)` has the other processes, if there are any, do the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +59,11 @@ class Design:
 class Learner:
     """One model in training; `name` is what other processes know it by."""
 
-    def __init__(self, params: Params, design: Design, mesh: Mesh, name: str, tell: Tell):
+    def __init__(self, params: Params, design: Design, mesh: Mesh, name: str, together: Together):
         self.mesh = mesh
         self.layout = design.layout
         self.state = init_state(params, design.optimizer, mesh)
-        self._name, self._tell = name, tell
+        self._name, self._together = name, together
         self._shapes, self._optimizer = design.shapes, design.optimizer
         self._update = make_update(design.objective, design.optimizer, mesh, design.shapes)
         self._forward = make_forward(design.forward, mesh, design.shapes)
@@ -84,9 +85,9 @@ class Learner:
         """One optimizer step on the samples; means over their trained tokens."""
         weighed = with_loss_weights(_only(samples, fields), aggregation, norm_constant)
         packed = pack(weighed, self.layout)
-        self._tell(do="update", learner=self._name, fields=sorted(packed.arrays))
-        sums = self.update_packed(packed)
-        return {**objectives.token_means(sums), **packed.metrics()}
+        with self._together(do="update", learner=self._name, fields=sorted(packed.arrays)):
+            sums = self.update_packed(packed)
+            return {**objectives.token_means(sums), **packed.metrics()}
 
     def update_packed(self, packed: Packed) -> dict[str, jax.Array]:
         """What all processes do of `update`; the sums of its metrics."""
@@ -105,11 +106,11 @@ class Learner:
         for start in range(0, len(samples), capacity):
             part = samples[start : start + capacity]
             packed = pack(_only(part, ()), self.layout)
-            self._tell(do="forward", learner=self._name, reference=reference is not None)
-            out = self.forward_packed(packed, reference)
+            with self._together(do="forward", learner=self._name, reference=reference is not None):
+                out = np.asarray(self.forward_packed(packed, reference))
             outputs += [
                 np.where(s.loss_mask, x, 0.0).astype(np.float32)
-                for s, x in zip(part, packed.unpack(np.asarray(out)), strict=True)
+                for s, x in zip(part, packed.unpack(out), strict=True)
             ]
         return outputs
 

@@ -19,7 +19,7 @@ from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.algorithms.recipes import Recipe
 from manus_jax.config import ConfigError
 from manus_jax.dataset import Mixture, Task, read_tasks, without
-from manus_jax.learner.learners import Learner, Reference, Tell
+from manus_jax.learner.learners import Learner, Reference, Together
 from manus_jax.learner.mesh import check_batch, make_mesh, param_shardings
 from manus_jax.models.transformer import Params, critic_from_policy
 from manus_jax.rewards import RewardSettings
@@ -191,7 +191,7 @@ def open_trainer(
 
     A `team` is of several processes, this being the first; its end is theirs.
     """
-    tell = alone if team is None else team.tell
+    together = alone if team is None else team.together
     train, data = config.train, config.data
     recipe = make_recipe(config.algorithm)
     _check_sizes(config, recipe)
@@ -217,13 +217,13 @@ def open_trainer(
             play_traces(config, directory, sources, pool)
             if team is not None:
                 _make_tokenizer(config, directory)
-            tell(do="warm_start")
-            path = str(warm_start(config, directory))
+            with together(do="warm_start", times=config.warm_start.steps + 1):
+                path = str(warm_start(config, directory))
         assert path is not None
         source = policy_source.from_path(Path(path)).keep_card(directory.model)
-        tell(do="build", model=path)
-        learners, reference = build_learners(config, recipe, source, mesh, tell)
-        checkpoints = open_checkpoints(config, directory, learners)
+        with together(do="build", model=path):
+            learners, reference = build_learners(config, recipe, source, mesh, together)
+            checkpoints = open_checkpoints(config, directory, learners)
         stack.callback(checkpoints.close)
         policy = learners["policy"]
         weights = _weights_for(config.engine.name, policy, team)
@@ -233,7 +233,7 @@ def open_trainer(
         agent = EngineAgent(engine, source.tokenizer)
         validation = make_rollout(config.rollout, train.seed, train.val_temperature)
         policies: dict[str, Agent] = {"val": agent, **yardsticks}
-        with dismissed_at_the_end(tell):
+        with dismissed_at_the_end(together):
             yield Trainer(
                 train=train,
                 algorithm=config.algorithm,
@@ -252,7 +252,7 @@ def open_trainer(
                 evaluate=lambda name: evaluate_policy(policies[name], pool, panel, validation),
                 lr=policy_lr(config),
                 weights=weights,
-                tell=tell,
+                together=together,
                 preempted=None if team is None else _preempted_anywhere(team, checkpoints),
             )
 
@@ -274,7 +274,7 @@ def _weights_for(engine: str, policy: Learner, team: Team | None) -> Callable[[]
     """
     if team is None:
         return lambda: policy.state.params
-    tensors = lambda: spread(policy.state.params, team.tell)
+    tensors = lambda: spread(policy.state.params, team.together)
     if engine in _PUBLISHING:
         return tensors
     return lambda: jax.tree.map(np.asarray, tensors())
@@ -284,14 +284,18 @@ def _preempted_anywhere(team: Team, checkpoints: Checkpoints) -> Preempted:
     preemption = Preemption(checkpoints.preempted)
 
     def preempted(step: int) -> bool:
-        team.tell(do="preempted", step=step)
-        return preemption(step)
+        with team.together(do="preempted", step=step):
+            return preemption(step)
 
     return preempted
 
 
 def build_learners(
-    config: TrainConfig, recipe: Recipe, source: PolicySource, mesh: jax.sharding.Mesh, tell: Tell
+    config: TrainConfig,
+    recipe: Recipe,
+    source: PolicySource,
+    mesh: jax.sharding.Mesh,
+    together: Together,
 ) -> tuple[dict[str, Learner], Reference | None]:
     """The policy, its critic and its reference, as the recipe needs them."""
     arch = source.card.architecture
@@ -305,8 +309,11 @@ def build_learners(
         design = design_critic(config, arch, mesh)
         placed = param_shardings(design.shapes, mesh)
         critic = jax.jit(critic_from_policy, out_shardings=placed)(params)
-        learners["critic"] = Learner(critic, design, mesh, "critic", tell)
-    return {"policy": Learner(params, policy_design, mesh, "policy", tell), **learners}, reference
+        learners["critic"] = Learner(critic, design, mesh, "critic", together)
+    return {
+        "policy": Learner(params, policy_design, mesh, "policy", together),
+        **learners,
+    }, reference
 
 
 def open_checkpoints(

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -30,6 +30,7 @@ import jax
 from jax._src import distributed as jax_distributed
 
 from manus_jax.config import ConfigError
+from manus_jax.learner.learners import Together
 from manus_jax.runtime.stopping import Preempted, Stopped
 from manus_jax.settings import DistributedSettings
 
@@ -37,10 +38,13 @@ Command = dict[str, Any]
 _COMMANDS, _ALIVE, _FAREWELL = "manus/command/", "manus/team/alive/", "manus/team/farewell/"
 _TEAM = "manus/team/"
 _POLL_S = 1.0
+# Far more than any process can be behind: most commands end only when all have taken part.
+_KEPT_COMMANDS = 100
 
 
-def alone(**command: Any) -> None:
-    """The `Tell` of a single process: there is nobody to tell."""
+def alone(**command: Any) -> contextlib.AbstractContextManager[None]:
+    """What `Team.together` is to a single process: there is nobody to tell."""
+    return contextlib.nullcontext()
 
 
 class Heartbeats:
@@ -69,7 +73,7 @@ class Team:
         self._heartbeat_s, self._together_s = settings.heartbeat_s, settings.together_s
         self.index, self.count = jax.process_index(), jax.process_count()
         self._numbers = itertools.count()
-        self._busy: tuple[str, float] | None = None  # a command and when it came
+        self._busy: tuple[str, float, float] | None = None  # a command, its limit and its deadline
         self._left = threading.Event()
         self._last_words = _LastWords(
             f"error: process {self.index} of {self.count} was killed, or ended because process 0 "
@@ -83,13 +87,20 @@ class Team:
     def leads(self) -> bool:
         return self.index == 0
 
-    def tell(self, **command: Any) -> None:
-        """Process 0 says what is done next; all others do it as soon as they hear it."""
+    @contextlib.contextmanager
+    def together(self, **command: Any) -> Iterator[None]:
+        """Process 0 says what it does in the block; all others do it as soon as they hear it.
+
+        The block is to end when it is done, not begun: what it takes is held against the limit,
+        `times` of it where the command says so.
+        """
         number = next(self._numbers)
+        self._begin(command)
         self._client.key_value_set(f"{_COMMANDS}{number}", json.dumps(command))
-        # Whoever takes part in a command has heard the one before.
-        if number > 1:
-            self._client.key_value_delete(f"{_COMMANDS}{number - 2}")
+        if number >= _KEPT_COMMANDS:
+            self._client.key_value_delete(f"{_COMMANDS}{number - _KEPT_COMMANDS}")
+        yield
+        self._busy = None
 
     def commands(self) -> Iterator[Command]:
         """What process 0 says, one after the other; a command is done when the next is asked for.
@@ -98,9 +109,13 @@ class Team:
         """
         for number in self._numbers:
             command = self._wait_for(f"{_COMMANDS}{number}")
-            self._busy = (command["do"], time.monotonic())
+            self._begin(command)
             yield command
             self._busy = None
+
+    def _begin(self, command: Command) -> None:
+        limit_s = self._together_s * command.get("times", 1)
+        self._busy = (command["do"], limit_s, time.monotonic() + limit_s)
 
     def _wait_for(self, key: str) -> Command:
         # In short waits, between which Python sees to signals.
@@ -157,11 +172,11 @@ class Team:
                 "so the job ends; the same command goes on from the last checkpoint",
             )
         busy = self._busy
-        if busy is not None and time.monotonic() - busy[1] > self._together_s:
+        if busy is not None and time.monotonic() > busy[2]:
             self._end(
                 1,
-                f"{busy[0]!r} has taken more than distributed.together_s = {self._together_s:g} s "
-                "on this process: others did not take part, or a disk or network hangs",
+                f"{busy[0]!r} has taken more than {busy[1]:g} s on this process: others did not "
+                "take part, a disk or network hangs, or distributed.together_s is too short",
             )
 
     def fail(self, error: BaseException, expected: tuple[type[BaseException], ...]) -> NoReturn:
@@ -237,7 +252,7 @@ def cluster_found(environment: Mapping[str, str], tpu: bool) -> str | None:
         return "SLURM_NTASKS"
     if several("OMPI_COMM_WORLD_SIZE"):
         return "OMPI_COMM_WORLD_SIZE"
-    if tpu and "cpu" not in environment.get("JAX_PLATFORMS", ""):
+    if tpu and "tpu" in (environment.get("JAX_PLATFORMS") or "tpu"):
         return "TPU"
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
         return "JOB_COMPLETION_INDEX"
@@ -317,14 +332,15 @@ def _stop_at_once(number: int, _: FrameType | None) -> NoReturn:
 
 
 @contextlib.contextmanager
-def dismissed_at_the_end(tell: Callable[..., None]) -> Iterator[None]:
+def dismissed_at_the_end(together: Together) -> Iterator[None]:
     """Process 0's last command comes at the end of the block: all is done, or the run stops."""
     try:
         yield
     except Stopped as stopped:
-        tell(do="stop", said=str(stopped), code=stopped.code)
-        raise
-    tell(do="stop", said="", code=0)
+        with together(do="stop", said=str(stopped), code=stopped.code):
+            raise
+    with together(do="stop", said="", code=0):
+        pass
 
 
 class Preemption:

@@ -6,7 +6,7 @@ engine under a new version. Which algorithm that is, the recipe says; the loop d
 decides the next step is all in the checkpoint: states, task cursor, KL controller. Random numbers
 are derived from the seed and the step, so a resumed run repeats none and skips none.
 
-Of several processes the first runs this loop; what all must do, it tells the others (`tell`).
+Of several processes the first runs this loop; what concerns all, they do `together`.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from manus_jax.algorithms.kl import (
 )
 from manus_jax.algorithms.recipes import Recipe
 from manus_jax.dataset import Mixture, Task
-from manus_jax.learner.learners import Learner, Reference, Tell
+from manus_jax.learner.learners import Learner, Reference, Together
 from manus_jax.models.transformer import Params
 from manus_jax.reporting.page import write_report
 from manus_jax.rewards import RewardSettings
@@ -134,7 +134,7 @@ class Trainer:
     evaluate: Callable[[str], EvaluationResult]  # "val", or the name of a yardstick
     lr: Any  # step -> float
     weights: Callable[[], Params]  # the policy's, as the engine takes them
-    tell: Tell
+    together: Together
     preempted: Preempted | None
 
     def __post_init__(self) -> None:
@@ -391,14 +391,14 @@ class Trainer:
             "metrics": metrics,  # a kill may come before they are in their file
         }
         score = float(np.mean(rates)) if rates else None
-        self.tell(do="save", step=step, score=score)
-        save_states(self.checkpoints, step, self._learners(), host, score)
+        with self.together(do="save", step=step, score=score):
+            save_states(self.checkpoints, step, self._learners(), host, score)
 
     def _restore(self) -> int:
         start = self.checkpoints.latest() or 0
         if start:
-            self.tell(do="restore", step=start)
-            host = restore_states(self.checkpoints, start, self._learners())
+            with self.together(do="restore", step=start):
+                host = restore_states(self.checkpoints, start, self._learners())
             self.mixture.restore(host["mixture"])
             self.kl_controller = controller_from_json(host["kl_controller"])
             self.engine.update_weights(self.weights(), start)

@@ -9,6 +9,7 @@ slices lie on several hosts, that tensor alone is gathered; then all processes m
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -85,18 +86,18 @@ class SpreadTensor:
         return whole
 
 
-def spread(params: Any, tell: Callable[..., None]) -> Any:
-    """The parameters as `SpreadTensor`s; before each is read, `tell` calls the other processes.
+def spread(params: Any, together: Callable[..., AbstractContextManager[None]]) -> Any:
+    """The parameters as `SpreadTensor`s, to be read within `together(do="gather", …)`.
 
-    They are told `gather`'s path, layer and dtype, and call `gathered` with these.
+    The other processes hear path, layer and dtype, and call `gathered` with these.
     """
 
     def tensor(key_path: tuple[Any, ...], array: jax.Array) -> SpreadTensor:
         path = tuple(key.key for key in key_path)
 
         def read(layer: int | None, dtype: np.dtype) -> np.ndarray:
-            tell(do="gather", path=path, layer=layer, dtype=dtype.name)
-            return gathered(params, path, layer, dtype)
+            with together(do="gather", path=path, layer=layer, dtype=dtype.name):
+                return gathered(params, path, layer, dtype)
 
         return SpreadTensor(array.shape, np.dtype(array.dtype), "layers" in path, read)
 

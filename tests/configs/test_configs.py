@@ -122,7 +122,7 @@ def written(tmp_path, **files):
 
 
 def total_steps(path, monkeypatch):
-    monkeypatch.setattr(train, "open_trainer", lambda s, _: (_ for _ in ()).throw(Reached(s)))
+    monkeypatch.setattr(train, "open_trainer", lambda s, *_: (_ for _ in ()).throw(Reached(s)))
     with pytest.raises(Reached) as caught:
         train.main([f"--gin_file={path}", "--gin_param=env.names = ['maze']"])
     return caught.value.args[0].train.total_steps

@@ -1,0 +1,85 @@
+"""One training run over several processes: what one process would learn, through deaths as well."""
+
+import numpy as np
+import pytest
+from job_processes import SCRATCH, Job, exported, steps
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """Ten updates in one process of four devices, never disturbed."""
+    job = Job(1, folder / "whole", *SCRATCH, devices=4)
+    assert job.end() == [0], job.said(0)
+    return job.run_dir
+
+
+def model_of(whole):
+    return f"model.path = '{whole / 'warm_start' / 'export' / '2'}'"
+
+
+def assert_learned_the_same(run_dir, whole):
+    """To float32 rounding: sums in another order, which ten steps of Adam carry on."""
+    ours, theirs = exported(run_dir, 10), exported(whole, 10)
+    assert ours.keys() == theirs.keys()
+    first = exported(whole / "warm_start", 2)
+    moved = max(np.abs(theirs[name] - first[name]).max() for name in theirs)
+    apart = max(np.abs(ours[name] - theirs[name]).max() for name in theirs)
+    assert moved > 0.02
+    assert apart < 1e-4
+
+
+def test_two_processes_learn_what_one_does_and_write_everything_once(folder, whole):
+    job = Job(2, folder / "two", *SCRATCH)
+    assert job.end() == [0, 0], job.said(0) + job.said(1)
+    assert_learned_the_same(job.run_dir, whole)
+    assert steps(job.run_dir) == list(range(1, 11))
+    assert [p.name for p in (job.run_dir / "export").iterdir()] == ["10"]
+    assert (job.run_dir / "report.html").exists()
+    assert "report.html" in job.said(0) and "report.html" not in job.said(1)
+    assert "sft 2/2" in job.said(0) and "sft 2/2" not in job.said(1)
+
+
+def test_four_processes_learn_what_one_does(folder, whole):
+    job = Job(4, folder / "four", model_of(whole))
+    assert job.end() == [0] * 4, job.said(0) + job.said(1)
+    assert_learned_the_same(job.run_dir, whole)
+
+
+def test_whoever_is_killed_all_end_and_any_number_of_processes_goes_on(folder, whole):
+    """A run of two loses one, goes on as four, loses process 0, goes on as one, ends as two."""
+    run_dir, model = folder / "killed", model_of(whole)
+    job = Job(2, run_dir, model)
+    job.await_file("checkpoints/2")
+    job.processes[1].kill()
+    codes = job.end(timeout=60)
+    assert all(codes)
+    assert "error: process 1 (" in job.said(0) and "has not been heard of for 8 s" in job.said(0)
+
+    job = Job(4, run_dir, model)
+    job.await_file("checkpoints/5")
+    job.processes[0].kill()
+    codes = job.end(timeout=60)
+    assert all(codes)
+    for number in (1, 2, 3):
+        last = job.said(number).strip().splitlines()[-1]
+        assert last.startswith(f"error: process {number} of 4 was killed, or ended because")
+
+    assert Job(1, run_dir, model, "train.total_steps = 8", "train.export = False").end() == [0]
+    job = Job(2, run_dir, model)
+    assert job.end() == [0, 0], job.said(0) + job.said(1)
+    assert "resumed at step 8" in job.said(0)
+    assert steps(run_dir) == list(range(1, 11))
+    assert_learned_the_same(run_dir, whole)
+
+
+def test_a_mistake_ends_all_processes_before_anything_is_written(folder, whole):
+    job = Job(2, folder / "mistaken", model_of(whole), "train.group_size = 1")
+    assert job.end(timeout=120) == [2, 2]
+    assert "error: recipe grpo compares episodes of one task" in job.said(0)
+    assert "error: process 0: recipe grpo compares episodes of one task" in job.said(1)
+    assert not (folder / "mistaken").exists()
