@@ -12,7 +12,7 @@ from envs.game import (
     StepRoute,
 )
 from envs.sciworld.game import SciWorld
-from envs.sciworld.simulators import POOL, limit, missing
+from envs.sciworld.simulators import POOL, gold_path, limit, missing
 from envs.sciworld.tasks import items, pair
 
 
@@ -21,8 +21,7 @@ def oracle(item: int) -> Policy:
     task, variation = pair(item)
     simulator = POOL.lease()
     try:
-        simulator.load(task.name, variation, "", generateGoldPath=True)
-        path = iter(simulator.get_gold_action_sequence())
+        path = iter(gold_path(simulator, task.name, variation))
     finally:
         POOL.give_back(simulator)
 

@@ -1,8 +1,9 @@
-"""The pool of ScienceWorld simulators, each a Java virtual machine of some 300 MB.
+"""The pool of ScienceWorld simulators, each a Java virtual machine of 200 to 500 MB.
 
 The one idea: sessions come and go, virtual machines stay. A session leases one for its life and
 gives it back warm; at the limit a lease is refused at once, in words, instead of filling the
-memory.
+memory. A used simulator plays as a new one does: the two things that it would carry over from one
+item to the next, identity hashes and searched paths, are taken away from it here.
 """
 
 import importlib
@@ -19,8 +20,12 @@ from envs.game import GameError
 SETTING = "SCIWORLD_SIMULATORS"
 """The environment variable that bounds the simulators of one server."""
 DEFAULT_SIMULATORS = 4
-JAVA_OPTIONS = "-Xmx512m -XX:+UseSerialGC"
+MEMORY_OPTIONS = "-Xmx512m -XX:+UseSerialGC"
 """Without a bound on its heap, a simulator that plays many tasks grows to more than a gigabyte."""
+SAME_HASHES = "-XX:+UnlockExperimentalVMOptions -XX:hashCode=2"
+"""ScienceWorld keeps its objects in sets ordered by identity hash, numbers that Java draws anew for
+each object, and walks through those sets to list things, to exchange heat and to carry current.
+With one hash for all, the order is that in which the objects came into the set."""
 
 
 class SimulatorPool:
@@ -41,7 +46,7 @@ class SimulatorPool:
             if self._alive >= self._limit:
                 raise GameError(
                     f"All {self._limit} simulators are in use: close a session,"
-                    f" or set {SETTING} to a higher number (some 300 MB each)."
+                    f" or set {SETTING} to a higher number (up to 500 MB each)."
                 )
             self._alive += 1
         try:
@@ -66,10 +71,33 @@ def launch() -> Any:
     """A new simulator. Its Java process ends with this one."""
     from scienceworld import ScienceWorldEnv
 
-    os.environ.setdefault("JAVA_TOOL_OPTIONS", JAVA_OPTIONS)
+    os.environ["JAVA_TOOL_OPTIONS"] = java_options(os.environ.get("JAVA_TOOL_OPTIONS", ""))
     # py4j logs a traceback for every call to a process that died; we tell it in one line instead.
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
-    return ScienceWorldEnv()
+    simulator = ScienceWorldEnv()
+    identity_hash = simulator._gateway.jvm.System.identityHashCode
+    if identity_hash("one") != identity_hash("another"):
+        simulator.close()
+        raise GameError(
+            f"This Java does not follow {SAME_HASHES}, without which ScienceWorld does not play an"
+            " item the same way twice: use OpenJDK, and set no other hashCode in JAVA_TOOL_OPTIONS."
+        )
+    return simulator
+
+
+def java_options(given: str) -> str:
+    """`given`, or a bound on the memory where nothing is, and what makes items repeatable."""
+    options = given or MEMORY_OPTIONS
+    return options if SAME_HASHES in options else f"{options} {SAME_HASHES}"
+
+
+def gold_path(simulator: Any, task: str, variation: int) -> list[str]:
+    """The actions with which ScienceWorld itself wins the item."""
+    # It keeps its way through the house, found with random numbers, from the first item that began
+    # in the same room; a path that has to be searched leaves other numbers for what follows.
+    simulator._gateway.jvm.scienceworld.goldagent.PathFinder.precomputedExhaustivePaths().clear()
+    simulator.load(task, variation, "", generateGoldPath=True)
+    return list(simulator.get_gold_action_sequence())
 
 
 def broken_connection() -> tuple[type[BaseException], ...]:
