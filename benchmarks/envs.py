@@ -1,14 +1,16 @@
 """How fast the project's environment servers answer, and what a session costs in memory.
 
-    python benchmarks/envs.py --envs textcraft babyai maze wordle --seconds 10
+    python benchmarks/envs.py                      # all of them, ten seconds each
+    python benchmarks/envs.py --envs textcraft babyai --seconds 30
 
 Each environment is served by one real process (`python -m envs.serve`). 32 clients (fewer where a
 server allows fewer sessions), in two processes so that they are not the bottleneck, replay the
-moves of oracle episodes, recorded beforehand, as fast as they are answered: steps and the resets
-between them, over one kept connection each. The reference is what AgentGym's own servers were
-measured to answer at 32 threads (textcraft 778 and babyai 140 steps/s); for the others there is no
-such figure. Memory is the growth of the server's resident set while sessions are created and reset.
-The last line printed is one JSON object.
+moves of oracle episodes, recorded beforehand from all over the training split, as fast as they are
+answered: steps and the resets between them, over one kept connection each. The reference is what
+AgentGym's own servers were measured to answer at 32 threads (textcraft 778 and babyai 140 steps/s);
+for the others there is no such figure. A ScienceWorld step is measured with one client, next to the
+same moves in a simulator without a server, turn by turn. Memory is the growth of the server's
+resident set while sessions are created and reset. The last line printed is one JSON object.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import json
 import multiprocessing
 import os
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Iterable
@@ -37,6 +40,7 @@ from manus_jax.agentgym.table import environment
 CLIENTS = 32
 CLIENT_PROCESSES = 2
 EPISODES = 16
+LONGEST_EPISODE = 200
 AGENTGYM_STEPS_PER_SECOND = {"textcraft": 778.0, "babyai": 140.0}
 FEW_SESSIONS = {"sciworld": 4}  # a Java process each
 
@@ -51,10 +55,12 @@ def recorded_episodes(name: str) -> list[Script]:
         raise SystemExit(f"{name} has no oracle to play it")
     scripts = []
     game = spec.new_game()
-    for item in itertools.islice(spec.items("train"), EPISODES):
-        policy, moves = spec.oracle(item), []
+    items = spec.items("train")
+    for item in items[:: max(1, len(items) // EPISODES)][:EPISODES]:
+        policy = spec.oracle(item)
+        moves: list[str] = []
         observation, done = game.reset(item), False
-        while not done:
+        while not done and len(moves) < LONGEST_EPISODE:
             move = policy(observation)
             moves.append(move.action)
             step = game.step(move.action)
@@ -73,13 +79,11 @@ def play(name: str, url: str, scripts: Iterable[Script], ending: Event) -> list[
         session.reset(item)
         for move in moves:
             start = time.perf_counter()
-            result = session.step(move)
+            session.step(move)
             latencies.append(time.perf_counter() - start)
             if ending.is_set():
                 session.close()
                 return latencies
-            if result.done:  # ScienceWorld does not always take as many steps
-                break
     session.close()
     return latencies
 
@@ -114,8 +118,7 @@ def client_process(
             results.put(str(failure))
 
 
-def measure_speed(name: str, url: str, seconds: float) -> dict[str, float]:
-    scripts = recorded_episodes(name)
+def measure_speed(name: str, url: str, scripts: list[Script], seconds: float) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
     begun, ending = context.Barrier(CLIENT_PROCESSES + 1), context.Event()
     play(name, url, scripts, ending)  # whatever the server loads at first use is loaded now
@@ -148,6 +151,38 @@ def measure_speed(name: str, url: str, seconds: float) -> dict[str, float]:
         "step_ms_median": round(1000 * taken[len(taken) // 2], 2),
         "step_ms_p99": round(1000 * taken[len(taken) * 99 // 100], 2),
         "clients": share * CLIENT_PROCESSES,
+    }
+
+
+def measure_next_to_simulator(url: str, scripts: list[Script]) -> dict[str, float]:
+    """The median ScienceWorld step through the server and in a bare simulator, in turns."""
+    from envs.sciworld.simulators import launch
+    from envs.sciworld.tasks import pair
+
+    simulator = launch()
+    session = Session(environment("sciworld"), url)
+    session.create()
+    served: list[float] = []
+    bare: list[float] = []
+    for turn in range(3):
+        for item, moves in scripts:
+            task, variation = pair(item)
+            session.reset(item)
+            simulator.load(task.name, variation, "")
+            for step, taken in ((session.step, served), (simulator.server.step, bare)):
+                for move in moves:
+                    start = time.perf_counter()
+                    step(move)
+                    taken.append(time.perf_counter() - start)
+        if turn == 0:  # Java compiles what runs often
+            served.clear()
+            bare.clear()
+    session.close()
+    simulator.close()
+    return {
+        "step_ms_one_client": round(1000 * statistics.median(served), 2),
+        "simulator_step_ms": round(1000 * statistics.median(bare), 2),
+        "times_the_simulator": round(statistics.median(served) / statistics.median(bare), 2),
     }
 
 
@@ -193,13 +228,16 @@ def measure(name: str, seconds: float, sessions: int) -> dict[str, float]:
                 raise SystemExit(f"the {name} server did not come up:\n{server.tail}")
             time.sleep(0.05)
         memory = measure_memory(name, server, server.url, FEW_SESSIONS.get(name, sessions))
-        speed = measure_speed(name, server.url, seconds)
+        scripts = recorded_episodes(name)
+        row = {**measure_speed(name, server.url, scripts, seconds), **memory}
+        row["server_mb_at_the_end"] = round(resident_megabytes(server.pid), 1)
+        if name == "sciworld":
+            row |= measure_next_to_simulator(server.url, scripts)
     except EnvironmentFailure as failure:
         raise SystemExit(str(failure)) from failure
     finally:
         server.terminate()
         server.wait(timeout=10)
-    row = {**speed, **memory}
     if name in AGENTGYM_STEPS_PER_SECOND:
         row["agentgym_steps_per_second"] = AGENTGYM_STEPS_PER_SECOND[name]
         row["speedup"] = round(row["steps_per_second"] / AGENTGYM_STEPS_PER_SECOND[name], 2)
@@ -208,21 +246,29 @@ def measure(name: str, seconds: float, sessions: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--envs", nargs="+", default=["textcraft", "babyai"], choices=EMBEDDED)
+    parser.add_argument("--envs", nargs="+", default=list(EMBEDDED), choices=EMBEDDED)
     parser.add_argument("--seconds", type=float, default=10.0, help="per environment")
     parser.add_argument("--sessions", type=int, default=1000, help="for the memory figure")
     options = parser.parse_args()
-    rows = {}
+    load_before = os.getloadavg()[0]
+    rows, left_out = {}, {}
     for name in options.envs:
+        missing = load(name).requirements()
+        if missing is not None:
+            print(f"{name}: not measured: {missing}", flush=True)
+            left_out[name] = missing
+            continue
         rows[name] = measure(name, options.seconds, options.sessions)
         print(f"{name}: {rows[name]}", flush=True)
     report = {
         "benchmark": "env_servers",
         "compared": "python -m envs.serve against AgentGym's own servers, 32 clients",
         "environments": rows,
+        "not_measured": left_out,
         "speedup": {name: row["speedup"] for name, row in rows.items() if "speedup" in row},
         "machine": {
             "cpus": os.cpu_count(),
+            "load_before": round(load_before, 2),
             "platform": platform.platform(),
             "python": platform.python_version(),
         },
