@@ -23,6 +23,7 @@ from manus_jax.rollout.vllm_server import (
     PrefixCache,
     ServerFailure,
     ServerInfo,
+    ServerMisfit,
     Timeouts,
     VllmServer,
     label_of,
@@ -65,11 +66,13 @@ class ServerCounters:
 
 @dataclasses.dataclass(eq=False)
 class Member:
-    """A server of the fleet. `loading` is held while its weights are looked at or changed."""
+    """A server of the fleet. `loading` is held while its weights are looked at or changed;
+    `misfit`: it cannot serve before it is started otherwise."""
 
     server: VllmServer
     state: ServerState
     held: Identity | None = None
+    misfit: bool = False
     loading: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     counters: ServerCounters = dataclasses.field(default_factory=ServerCounters)
     cache: PrefixCache = dataclasses.field(default_factory=PrefixCache)
@@ -151,13 +154,21 @@ class Fleet:
             list(threads.map(self._bring_up, ready))
 
     def await_service(self) -> None:
-        """Until a server is in service; EngineError when patience is at its end."""
+        """Until a server is in service; EngineError when patience is at its end, or waiting is
+        for nothing."""
         with self._change:
-            if not self._change.wait_for(lambda: self.serves, self._settings.patience):
+            self._change.wait_for(lambda: self.serves or self._misfits(), self._settings.patience)
+            if not self.serves:
                 raise EngineError(self.why_nobody_serves())
+
+    def _misfits(self) -> bool:
+        """There are servers, and all of them answer otherwise than they must. Under the lock."""
+        return bool(self.members) and all(member.misfit for member in self.members.values())
 
     def why_nobody_serves(self) -> str:
         why = "; ".join(m.state.problem for m in self.members.values()) or "none is left"
+        if self._misfits():
+            return f"no vLLM server can be used: {why}"
         return f"no vLLM server is in service after {self._settings.patience:g} s: {why}"
 
     def put_aside(self, member: Member, problem: str) -> None:
@@ -207,6 +218,7 @@ class Fleet:
                     pass
             except ServerFailure as error:
                 with self._change:
+                    member.misfit = isinstance(error, ServerMisfit)
                     self.put_aside(member, str(error))
 
     def _load(self, member: Member) -> Identity | None:
@@ -222,7 +234,7 @@ class Fleet:
         with self._change:
             if loaded != self._target:
                 return False
-            member.held = loaded
+            member.held, member.misfit = loaded, False
             if member.state.failures_in_a_row:
                 _log.warning("%s is in service again", member.state.url)
             member.become(routing.came_up(member.state, capacity))
@@ -231,19 +243,19 @@ class Fleet:
 
     def _check_fit(self, server: VllmServer, info: ServerInfo) -> None:
         if info.max_length < self._max_length:
-            raise ServerFailure(
+            raise ServerMisfit(
                 f"{server.url} has a context of {info.max_length} tokens and {self._max_length} "
                 f"are needed: start it with --max-model-len {self._max_length}"
             )
         if self._root is not None and not info.takes_weights:
-            raise ServerFailure(
+            raise ServerMisfit(
                 f"{server.url} was started without this project's plug-in and takes no weights: "
                 "start it with `python -m manus_jax.serve`"
             )
         if self._model is not None and info.takes_weights:
             different = difference(self._model, server.served_config())
             if different is not None:
-                raise ServerFailure(
+                raise ServerMisfit(
                     f"{server.url} serves another model than the one that is trained: {different}; "
                     "start it from that model's directory, or from the versions in weights_dir"
                 )

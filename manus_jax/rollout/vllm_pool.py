@@ -112,6 +112,12 @@ class VllmPool:
     def max_length(self) -> int:
         return self._max_length
 
+    @property
+    def urls(self) -> list[str]:
+        """Of its servers, in service or not."""
+        with self._change:
+            return list(self._fleet.members)
+
     def submit(self, request: Request) -> "Future[Generation]":
         """Raises EngineError for a request that can never be served, and when the queue is full."""
         room = self._max_length - len(request.prompt_ids)

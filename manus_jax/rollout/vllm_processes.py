@@ -124,6 +124,12 @@ class ManagedServers:
             command += ["--gpus", ",".join(place.gpus)]
         # On loopback, with nobody but this program to ask it anything, a server needs no key.
         environment = {k: v for k, v in os.environ.items() if k != KEY_VARIABLE}
+        if not place.gpus:
+            # vLLM would bind every server's threads to the same cores. Each gets its share, but for
+            # one core, as vLLM leaves one to the process that schedules.
+            cores = len(os.sched_getaffinity(0)) // len(self._places)
+            environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, cores - 1)))
         with place.log.open("ab") as log:
             place.process = subprocess.Popen(
                 [*command, "--", *recipe.more],

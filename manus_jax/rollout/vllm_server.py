@@ -29,6 +29,10 @@ class ServerFailure(EngineError):
     """The server cannot serve, or not now; another may."""
 
 
+class ServerMisfit(ServerFailure):
+    """The server answers, but not as it must; waiting does not help, starting it right does."""
+
+
 class RequestRefused(EngineError):
     """The request is at fault; no server will take it."""
 
@@ -100,7 +104,7 @@ class VllmServer:
         config = self._call("GET", "/server_info?config_format=json", slow)["vllm_config"]
         mode = _find(config, "logprobs_mode")
         if mode != "processed_logprobs":
-            raise ServerFailure(
+            raise ServerMisfit(
                 f"{self.url} reports {mode}, which are not those of the distribution it samples "
                 f"from; give it --logprobs-mode processed_logprobs, or {_HOW_TO_START}"
             )
@@ -251,9 +255,9 @@ class VllmServer:
             if path.startswith("/inference") and answer.status_code in (400, 413, 422):
                 raise RequestRefused(said)
             if answer.status_code == 401:
-                said += f"; {_HOW_TO_GIVE_A_KEY}"
+                raise ServerMisfit(f"{said}; {_HOW_TO_GIVE_A_KEY}")
             if answer.status_code == 404:
-                said += f"; {_HOW_TO_START}"
+                raise ServerMisfit(f"{said}; {_HOW_TO_START}")
             raise ServerFailure(said)
         return answer
 

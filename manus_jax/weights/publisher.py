@@ -179,13 +179,16 @@ class Publisher:
         self, file: TensorFileWriter, store: TensorStore, name: str, raw: np.ndarray
     ) -> int:
         spec = self._specs[name]
-        sparse = delta.difference(store.elements(name), delta.elements(raw, spec))
-        changed = len(sparse.values)
-        if changed and sparse.nbytes >= spec.nbytes:
-            file.add(name, spec.dtype, spec.shape, raw)
-        elif changed:
+        old, new = store.elements(name), delta.elements(raw, spec)
+        changed = int(np.count_nonzero(old != new))
+        sparse = None
+        if changed and delta.least_bytes(changed, new) < spec.nbytes:
+            sparse = delta.difference(old, new)
+        if sparse is not None and sparse.nbytes < spec.nbytes:
             file.add(name + delta.GAPS, sparse.gap_type, sparse.gaps.shape, sparse.gaps)
             file.add(name + delta.VALUES, spec.dtype, sparse.values.shape, sparse.values)
+        elif changed:
+            file.add(name, spec.dtype, spec.shape, raw)
         return changed
 
 

@@ -352,7 +352,6 @@ def test_a_server_of_the_same_model_serves_and_one_of_another_is_named(tmp_path)
     pool = VllmPool([server.url], 64, **published(tmp_path), **expected)
     pool.close()
     server.config |= {"num_hidden_layers": 3, "rms_norm_eps": 1e-5}
-    expected["settings"] = dataclasses.replace(SETTINGS, patience=0.3)
     with pytest.raises(
         EngineError, match=r"another model .*: num_layers is 3 and not 2, norm_eps is 1e-05 and not"
     ):
@@ -370,7 +369,6 @@ def test_a_server_of_the_same_model_serves_and_one_of_another_is_named(tmp_path)
         ({"max_model_len": 63}, "a context of 63 tokens and 64 are needed"),
         ({"logprobs_mode": "raw_logprobs"}, "give it --logprobs-mode processed_logprobs"),
         ({"backend": None}, "without this project's plug-in"),
-        ({"cut_off": True}, "does not answer"),
         ({"key": "s3cret"}, "answered 401: .*give the key that it was started with in VLLM_API"),
         ({"failing": {"/server_info?config_format=json": 404}}, r"manus_jax\.serve"),
     ],
@@ -379,8 +377,17 @@ def test_a_server_that_does_not_fit_is_named_with_what_to_do(tmp_path, change, m
     server = LoopbackServer(tmp_path)
     for name, value in change.items():
         setattr(server, name, value)
+    settings = dataclasses.replace(SETTINGS, patience=600.0)  # which is not waited for
+    with pytest.raises(EngineError, match=f"no vLLM server can be used: .*{message}"):
+        VllmPool([server.url], 64, **published(tmp_path), settings=settings)
+    server.close()
+
+
+def test_a_server_that_does_not_answer_is_given_up_after_a_while(tmp_path):
+    server = LoopbackServer(tmp_path)
+    server.cut_off = True
     settings = dataclasses.replace(SETTINGS, patience=0.3)
-    with pytest.raises(EngineError, match=message):
+    with pytest.raises(EngineError, match=r"in service after 0.3 s: .* does not answer"):
         VllmPool([server.url], 64, **published(tmp_path), settings=settings)
     server.close()
 
