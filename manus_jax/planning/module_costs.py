@@ -123,7 +123,7 @@ def _runs(module: Module, data_loops: Sequence[int]) -> Iterator[_Run]:
         for i in computation.instructions.values():
             yield _Run(i, computation, loops, fused)
             if i.opcode == "while":
-                trips = _known_trips(i, module)
+                trips = _known_trips(i, computation, module)
                 inside = around + (trips is None)
                 if trips is None:
                     trips = data_loops[min(around, len(data_loops) - 1)]
@@ -138,17 +138,37 @@ def _runs(module: Module, data_loops: Sequence[int]) -> Iterator[_Run]:
     yield from visit(module.entry, (), 0, False)
 
 
-def _known_trips(loop: Instruction, module: Module) -> int | None:
-    """How often a loop runs, from XLA's note or from the constant that its counter is held to."""
+def _known_trips(loop: Instruction, around: Computation, module: Module) -> int | None:
+    """How often a loop runs: XLA's note, or by its counter's start, step and constant bound."""
     if note := _TRIPS.search(loop.attributes):
         return int(note[1])
-    (name,) = loop.called("condition")
-    condition = module.computations[name]
-    root = condition.instructions[condition.root]
-    if root.opcode != "compare" or root.attribute("direction") != "LT":
+    condition = module.computations[loop.called("condition")[0]]
+    compare = condition.instructions[condition.root]
+    if compare.opcode != "compare" or compare.attribute("direction") != "LT":
         return None
-    bound = condition.instructions[root.operands[1]]
-    return int(bound.operands[0]) if bound.opcode == "constant" else None
+    counter, bound = (condition.operand(compare, n) for n in (0, 1))
+    if bound.opcode != "constant" or counter.opcode != "get-tuple-element":
+        return None
+    place = int(counter.attribute("index") or 0)
+    body = module.computations[loop.called("body")[0]]
+    added = body.instructions.get(_element(body.instructions[body.root], place))
+    # A loop that passes parts round a ring may take two of them at a time.
+    steps = [_constant(body, name) for name in added.operands] if added is not None else []
+    step = next((n for n in steps if n), 1)
+    start = _constant(around, _element(around.operand(loop, 0), place)) or 0
+    return -(-(int(bound.operands[0]) - start) // step)
+
+
+def _element(value: Instruction, place: int) -> str:
+    return value.operands[place] if value.opcode == "tuple" else value.name
+
+
+def _constant(computation: Computation, name: str) -> int | None:
+    """The number behind a name, through copies; None where it is not written there."""
+    value = computation.instructions.get(name)
+    while value is not None and value.opcode in ("copy", "bitcast"):
+        value = computation.instructions.get(value.operands[0])
+    return int(value.operands[0]) if value is not None and value.opcode == "constant" else None
 
 
 def _collective_kind(i: Instruction, computation: Computation | None = None) -> str | None:

@@ -57,6 +57,37 @@ def test_loops_whose_length_is_data_take_the_lengths_given_by_depth():
     assert costs.flops == (3 + 3 * 7) * 2 * 8 * 16 * 16
 
 
+def test_a_loop_that_takes_two_steps_at_a_time_runs_half_as_often():
+    text = """
+%body (p: (f32[4,4], s32[])) -> (f32[4,4], s32[]) {
+  %p = (f32[4,4]{1,0}, s32[]) parameter(0)
+  %x = f32[4,4]{1,0} get-tuple-element(%p), index=0
+  %i = s32[] get-tuple-element(%p), index=1
+  %two = s32[] constant(2)
+  %next = s32[] add(%i, %two)
+  %y = f32[4,4]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %out = (f32[4,4]{1,0}, s32[]) tuple(%y, %next)
+}
+
+%condition (p: (f32[4,4], s32[])) -> pred[] {
+  %p = (f32[4,4]{1,0}, s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=1
+  %bound = s32[] constant(9)
+  ROOT %less = pred[] compare(%i, %bound), direction=LT
+}
+
+ENTRY %main (x: f32[4,4]) -> (f32[4,4], s32[]) {
+  %x = f32[4,4]{1,0} parameter(0)
+  %one = s32[] constant(1)
+  %start = s32[] copy(%one)
+  %in = (f32[4,4]{1,0}, s32[]) tuple(%x, %start)
+  ROOT %loop = (f32[4,4]{1,0}, s32[]) while(%in), condition=%condition, body=%body
+}
+"""
+    # At 1, 3, 5 and 7.
+    assert module_costs(text, (), 1).flops == 4 * 2 * 4 * 4 * 4
+
+
 def test_collectives_have_their_bytes_their_devices_and_their_loops():
     mesh = line_mesh(4)
 
