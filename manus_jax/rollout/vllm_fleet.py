@@ -135,10 +135,11 @@ class Fleet:
                 self.members[url] = Member(server, ServerState(url))
 
     def remove(self, url: str) -> None:
+        url = url.rstrip("/")
         with self._change:
-            member = self.members.pop(url.rstrip("/"), None)
-            if member is not None:
-                self.put_aside(member, "it was removed")
+            if url in self.members:
+                self.put_aside(self.members[url], "it was removed")
+                del self.members[url]
 
     @property
     def serves(self) -> bool:

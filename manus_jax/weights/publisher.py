@@ -12,7 +12,8 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,6 @@ class Publisher:
         assert store is not None
         work.mkdir()
         files: dict[str, FileRecord] = {}
-        changed = 0
         with contextlib.ExitStack() as stack:
             whole = moved = None
             if snapshot:
@@ -152,15 +152,18 @@ class Publisher:
             if base is not None:
                 names = [n + end for n in self._specs for end in (delta.GAPS, delta.VALUES)]
                 moved = stack.enter_context(TensorFileWriter(work / DELTA, names))
-            for name, source in self._sources.items():
-                raw = host_bytes(params, source)
+
+            def put(name: str, raw: np.ndarray) -> int:
+                spec = self._specs[name]
                 if whole is not None:
-                    whole.add(name, source.spec.dtype, source.spec.shape, raw)
+                    whole.add(name, spec.dtype, spec.shape, raw)
+                changed = spec.elements
                 if moved is not None:
-                    changed += self._add_changes(moved, store, name, raw)
-                else:
-                    changed += source.spec.elements
+                    changed = self._add_changes(moved, store, name, raw)
                 store.raw(name)[:] = raw
+                return changed
+
+            changed = self._each_tensor(params, put)
             if whole is not None:
                 files[FULL] = whole.finish()
             if moved is not None:
@@ -174,6 +177,18 @@ class Publisher:
             files[DELTA].nbytes if DELTA in files else None,
             files[FULL].nbytes if FULL in files else None,
         )
+
+    def _each_tensor(self, params: Any, put: Callable[[str, np.ndarray], int]) -> int:
+        """Calls `put` with every tensor; the sum of what it returns. While one is put into files,
+        the next comes from the devices, so the host holds two."""
+        total = 0
+        with ThreadPoolExecutor(1, "publish") as beside:
+            before: Future[int] | None = None
+            for name, source in self._sources.items():
+                raw = host_bytes(params, source)
+                total += before.result() if before is not None else 0
+                before = beside.submit(put, name, raw)
+            return total + (before.result() if before is not None else 0)
 
     def _add_changes(
         self, file: TensorFileWriter, store: TensorStore, name: str, raw: np.ndarray

@@ -1,10 +1,16 @@
-"""`python -m manus_jax.serve` around the real vLLM: its key guards what vLLM leaves open."""
+"""`python -m manus_jax.serve` around the real vLLM, and what a pool does when such servers refuse,
+come, go and die.
 
+Two servers that ask for a key are shared by all tests, which end them one after the other.
+"""
+
+import dataclasses
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import requests
@@ -13,7 +19,10 @@ from manus_jax.chat import train_tokenizer
 from manus_jax.models import huggingface
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Compute, Transformer, init_params
-from manus_jax.rollout.vllm_addresses import read_addresses
+from manus_jax.rollout.engine import EngineError, Request, Sampling
+from manus_jax.rollout.vllm_addresses import read_addresses, register
+from manus_jax.rollout.vllm_options import open_vllm
+from manus_jax.rollout.vllm_server import VllmServer
 
 PYTHON = os.environ.get("MANUS_JAX_VLLM_PYTHON")
 pytestmark = [
@@ -23,57 +32,179 @@ pytestmark = [
         not PYTHON, reason="MANUS_JAX_VLLM_PYTHON does not name an interpreter that has vLLM"
     ),
 ]
-ARCH = Architecture("qwen2", 320, 128, 256, 2, 4, 2, 32, qkv_bias=True, max_positions=512)
+SHAPE = ("qwen2", 320, 128, 256)
+ARCH = Architecture(*SHAPE, 2, 4, 2, 32, qkv_bias=True, max_positions=512)
+DEEPER = Architecture(*SHAPE, 3, 4, 2, 32, qkv_bias=True, max_positions=512)
+KEY = "s3cret"
+RIGHT = {"Authorization": f"Bearer {KEY}"}
 
 
-def write_model(directory):
-    tokenizer = directory / "tokenizer"
-    tokenizer.mkdir()
-    train_tokenizer(["the quick brown fox jumps over the lazy dog"] * 3, 300, tokenizer)
-    card = huggingface.new_card(ARCH, tokenizer)
-    huggingface.save_hf(init_params(Transformer, ARCH, Compute(), 0), card, directory / "model")
-    return directory / "model"
+class Served:
+    """A real server, in a process group of its own and with an address file of its own."""
+
+    def __init__(self, root, name, model):
+        self.addresses, self.log = root / f"addresses-{name}", root / f"log-{name}"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "manus_jax.serve", "--model", str(model)]
+        command += ["--port", str(port), "--max-length", "512", "--dtype", "float32"]
+        command += ["--api-key-file", str(root / "key"), "--address-file", str(self.addresses)]
+        command += ["--slots", "8"]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+
+    def await_ready(self):
+        said = next((line for line in self.process.stdout if line.startswith("serving ")), "")
+        assert said == f"serving {self.url}\n", self.log.read_text()[-3000:]
+
+    def kill(self):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def card_of(arch, root):
+    return huggingface.new_card(arch, root / "tokenizer")
 
 
-def test_a_real_server_asks_for_its_key_and_is_listed_while_it_serves(tmp_path):
-    addresses, port = tmp_path / "addresses", free_port()
-    (tmp_path / "key").write_text("s3cret\n")
-    command = [sys.executable, "-m", "manus_jax.serve", "--model", str(write_model(tmp_path))]
-    command += ["--port", str(port), "--max-length", "128", "--dtype", "float32"]
-    command += ["--api-key-file", str(tmp_path / "key"), "--address-file", str(addresses)]
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            said = next((line for line in process.stdout if line.startswith("serving ")), "")
-            assert said == f"serving {url}\n", (tmp_path / "log").read_text()[-3000:]
-            assert read_addresses(addresses) == [url]
-            asked = {"method": "fetched_weights", "kwargs": {}}
-            for header, status in (({}, 401), ({"Authorization": "Bearer wrong"}, 401)):
-                for path in ("/collective_rpc", "/pause", "/update_weights", "/abort_requests"):
-                    answer = requests.post(url + path, json=asked, headers=header, timeout=30)
-                    assert answer.status_code == status, path
-                assert (
-                    requests.get(f"{url}/v1/models", headers=header, timeout=30).status_code == 401
-                )
-            right = {"Authorization": "Bearer s3cret"}
-            assert requests.get(f"{url}/v1/models", headers=right, timeout=30).status_code == 200
-            answer = requests.post(f"{url}/collective_rpc", json=asked, headers=right, timeout=30)
-            assert answer.status_code == 200
-            assert requests.get(f"{url}/health", timeout=30).status_code == 200
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 143
-        finally:
-            process.kill()
-            process.wait()
-    assert read_addresses(addresses) == []
-    assert "s3cret" not in (tmp_path / "log").read_text()
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("served")
+    (root / "tokenizer").mkdir()
+    train_tokenizer(["the quick brown fox jumps over the lazy dog"] * 3, 300, root / "tokenizer")
+    (root / "key").write_text(f"{KEY}\n")
+    params = init_params(Transformer, ARCH, Compute(), 0)
+    huggingface.save_hf(params, card_of(ARCH, root), root / "model")
+    return root
+
+
+@pytest.fixture(scope="module")
+def servers(root):
+    servers = [Served(root, name, root / "model") for name in "ab"]
+    for server in servers:
+        server.await_ready()
+    yield servers
+    for server in servers:
+        if server.process.poll() is None:
+            server.kill()
+
+
+@pytest.fixture(scope="module")
+def pool(root, servers):
+    """Finds the first server in its file."""
+    options = {"weights_dir": str(root / "weights"), "address_file": str(servers[0].addresses)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", KEY)
+        params = init_params(Transformer, ARCH, Compute(), 1)
+        card = card_of(ARCH, root)
+        options["imbalance"] = 0
+        pool = open_vllm(card, params, options, slots=8, dtype="float32", max_length=512)
+    yield pool
+    pool.close()
+
+
+def refused(root, server, arch):
+    """What a run that has this server and no other says at once, for all its patience."""
+    options = {"urls": [server.url], "weights_dir": str(root / "others")}
+    params = init_params(Transformer, arch, Compute(), 0)
+    with pytest.raises(EngineError) as refusal:
+        open_vllm(card_of(arch, root), params, options, slots=8, dtype="float32", max_length=512)
+    assert "\n" not in str(refusal.value)
+    return str(refusal.value)
+
+
+def ask(session, tokens=16):
+    return Request(
+        tuple(range(5, 25)), Sampling(max_tokens=tokens), sum(map(ord, session)), session
+    )
+
+
+def wait(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_server_asks_for_its_key_on_every_route_but_the_one_for_its_health(servers):
+    url = servers[0].url
+    asked = {"method": "fetched_weights", "kwargs": {}}
+    for header in ({}, {"Authorization": "Bearer wrong"}):
+        for path in ("/collective_rpc", "/pause", "/update_weights", "/abort_requests"):
+            answer = requests.post(url + path, json=asked, headers=header, timeout=30)
+            assert answer.status_code == 401, path
+        for path in ("/v1/models", "/metrics", "/server_info"):
+            assert requests.get(url + path, headers=header, timeout=30).status_code == 401, path
+    assert requests.get(f"{url}/v1/models", headers=RIGHT, timeout=30).status_code == 200
+    answer = requests.post(f"{url}/collective_rpc", json=asked, headers=RIGHT, timeout=30)
+    assert answer.status_code == 200
+    assert requests.get(f"{url}/health", timeout=30).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["wrong", None])
+def test_a_run_with_a_wrong_key_or_none_is_told_where_to_give_it(root, servers, monkeypatch, key):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("VLLM_API_KEY", key)
+    said = refused(root, servers[0], ARCH)
+    assert f"{servers[0].url}/v1/models answered 401: this server needs its API key" in said
+    assert said.endswith("give the key that it was started with in VLLM_API_KEY")
+
+
+def test_a_server_of_another_model_is_refused_with_what_differs(root, servers, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    said = refused(root, servers[0], DEEPER)
+    assert f"{servers[0].url} serves another model than the one that is trained" in said
+    assert "num_layers is 2 and not 3" in said
+    assert VllmServer(servers[0].url, api_key=KEY).weight_label() == "default"
+
+
+def test_a_server_that_comes_into_the_file_gets_the_weights_and_serves(servers, pool):
+    first, second = servers
+    assert read_addresses(first.addresses) == [first.url]
+    assert pool.submit(ask("before")).result(120).versions == (0,) * 16
+    register(first.addresses, second.url)
+    wait(lambda: pool.metrics()["servers_ready"] == 2)
+    labels = [VllmServer(server.url, api_key=KEY).weight_label() for server in servers]
+    assert labels[0] == labels[1] != "default"
+    for made in [pool.submit(ask(f"after {n}")) for n in range(6)]:
+        assert made.result(120).versions == (0,) * 16
+    numbers = pool.metrics()
+    assert all(numbers[f"server/{s.url.removeprefix('http://')}/requests"] for s in servers)
+
+
+def test_episodes_of_a_server_that_is_killed_are_finished_by_another(servers, pool):
+    _, second = servers
+    futures = [pool.submit(ask(f"episode {n}", tokens=450)) for n in range(6)]
+    there = f"server/{second.url.removeprefix('http://')}/in_flight"
+    wait(lambda: pool.metrics()[there] > 0)
+    assert not any(future.done() for future in futures)
+    second.kill()
+    for made in [future.result(300) for future in futures]:
+        assert len(made.token_ids) == 450
+        assert set(made.versions) == {0}
+    assert pool.metrics()["sessions_moved"] > 0
+    assert pool.metrics()["servers_ready"] == 1
+
+
+def test_a_server_that_ends_leaves_the_file_and_without_any_the_limit_is_an_error(
+    servers, pool, caplog
+):
+    first, second = servers
+    pool._settings = pool._fleet._settings = dataclasses.replace(pool._settings, patience=10.0)
+    first.process.send_signal(signal.SIGTERM)
+    assert first.process.wait(60) == 143
+    assert read_addresses(first.addresses) == [second.url]  # killed: it could not take itself out
+    wait(lambda: pool.metrics()["servers"] == 1)
+    with pytest.raises(EngineError, match=r"no vLLM server is in service after 10 s: .*does not"):
+        pool.submit(ask("nobody")).result(120)
+    assert "no vLLM server is in service: waiting up to 10 s for one" in caplog.text
+    assert KEY not in first.log.read_text() + second.log.read_text()

@@ -330,7 +330,12 @@ def test_waiting_for_the_only_server_and_its_return_are_told(tmp_path, caplog):
     server.cut_off = False
     assert len(future.result(20).token_ids) == 4
     assert f"{server.url} is in service again" in caplog.text
-    pool.close()
+    pool.remove_server(server.url)
+    assert caplog.text.count("no vLLM server is in service: waiting up to 20 s") == 2
+    with pytest.raises(EngineError, match="the engine is closed"):
+        in_vain = pool.submit(ask())
+        pool.close()
+        in_vain.result(20)
     server.close()
 
 

@@ -6,6 +6,7 @@ a model whose embedding is tied to its head, which is the harder case on CPU.
 
 import os
 import signal
+import time
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Compute, Transformer, init_params
 from manus_jax.rollout.engine import EngineError, Request, Sampling
 from manus_jax.rollout.vllm_options import open_vllm
+from manus_jax.rollout.vllm_server import VllmServer
 from manus_jax.weights.manifest import version_directory
 
 PYTHON = os.environ.get("MANUS_JAX_VLLM_PYTHON")
@@ -140,6 +142,19 @@ def test_many_long_prompts_at_once_are_all_served(trained):
     np.testing.assert_allclose(again.log_probs, made[7].log_probs, atol=1e-4)
 
 
+def test_tokens_per_second_and_the_prefix_cache_are_in_the_metrics(trained):
+    for seed in (21, 22):  # the second finds the first one's prompt
+        trained.pool.submit(ask(LONG_PROMPT, seed=seed)).result(120)
+    (member,) = trained.pool._fleet.members.values()
+    name = f"server/{member.state.url.removeprefix('http://')}"
+    deadline = time.monotonic() + 60
+    while not (numbers := trained.pool.metrics())[f"{name}/prefix_cache_hit_rate"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert 0 < numbers[f"{name}/prefix_cache_hit_rate"] < 1
+    assert numbers[f"{name}/tokens_per_second"] > 0
+
+
 def test_a_small_change_travels_as_a_small_file(trained):
     version = trained.train(0.001)
     directory = version_directory(trained.root / "weights" / "versions", version)
@@ -190,13 +205,30 @@ def test_a_damaged_version_is_not_loaded_and_the_old_one_goes_on(trained):
     file.write_bytes(data)
 
 
-def test_a_killed_server_comes_back_with_the_current_weights(trained):
+def test_the_only_server_killed_in_an_update_is_waited_for_and_comes_back_with_that_version(
+    trained, monkeypatch, caplog
+):
+    """With a generation in flight, after the weights were loaded and before that was finished."""
     pool = trained.pool
-    version = pool.version
     (servers,) = [c.__self__ for c in pool._closing if hasattr(c.__self__, "pids")]
     (pid,) = servers.pids
-    os.killpg(pid, signal.SIGKILL)
+    call = VllmServer._call
+
+    def killed_on_the_way(self, method, path, *rest):
+        if path == "/finish_weight_update" and servers.pids == [pid]:
+            os.killpg(pid, signal.SIGKILL)
+        return call(self, method, path, *rest)
+
+    monkeypatch.setattr(VllmServer, "_call", killed_on_the_way)
+    in_flight = pool.submit(ask(tokens=450))
+    while not pool.metrics()["in_flight"]:
+        pass
+    version = trained.train()
     made = pool.submit(ask()).result(600)
     assert made.versions == (version,) * 16
     np.testing.assert_allclose(made.log_probs, trained.expected(PROMPT, made, 1.0), atol=1e-4)
+    assert in_flight.result(600).versions == (version,) * 450
     assert servers.pids != [pid]
+    assert "does not answer" in caplog.text
+    assert "no vLLM server is in service: waiting up to 600 s for one" in caplog.text
+    assert "is in service again" in caplog.text
