@@ -10,6 +10,9 @@ from rich.table import Table
 from manus_jax.planning.chips import GIB
 from manus_jax.planning.plans import Plan, UpdatePlan
 
+# Rows of a tile of bfloat16 numbers on a TPU.
+_TILE = 16
+
 
 def render(plan: Plan, width: int = 100) -> str:
     """The plan as it is printed: a heading, and a table for each update."""
@@ -21,6 +24,8 @@ def render(plan: Plan, width: int = 100) -> str:
         console.print(_table(update))
         console.print()
         console.print(_verdict(update))
+    if note := narrow_shards(plan):
+        console.print(note)
     console.print(_assumptions(plan))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
@@ -99,6 +104,19 @@ def _attention(update: UpdatePlan) -> str:
         return "plain" if update.flops is not None else "not told by the compiler"
     kinds = sorted({name.split("_mha")[0].split("_mqa")[0] for name in update.kernels})
     return ", ".join(kinds)
+
+
+def narrow_shards(plan: Plan) -> str | None:
+    """What to say where a chip's part of a matrix does not fill tiles, or None."""
+    shards = plan.mesh["fsdp"] * plan.mesh["sequence"]
+    width = plan.arch.hidden_size // shards
+    if plan.topology.platform != "tpu" or shards == 1 or width % _TILE == 0:
+        return None
+    return (
+        f"Hidden size {plan.arch.hidden_size} over {shards} chips leaves {width} to each, no "
+        f"multiple of {_TILE}: XLA then sums whole matrices over the links where it could gather "
+        "and scatter parts. A larger mesh.data makes the parts wider."
+    )
 
 
 def _assumptions(plan: Plan) -> str:

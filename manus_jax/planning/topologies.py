@@ -104,8 +104,10 @@ def _cuda(name: str, rest: str) -> Topology:
 
 
 def _stand_ins(count: int) -> tuple[Any, ...]:
-    """CPU devices to lower for; as many as are asked for when JAX has not started yet."""
-    with contextlib.suppress(RuntimeError):  # it has: then with the devices that there are
-        jax.config.update("jax_num_cpu_devices", count)
+    """CPU devices to lower for: as many as are asked for, if JAX has not started with fewer."""
+    forced = re.search(r"host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if count > int(forced[1] if forced else 1):
+        with contextlib.suppress(RuntimeError):  # JAX runs already
+            jax.config.update("jax_num_cpu_devices", count)
     devices = jax.devices("cpu")
     return tuple(devices[:count]) if len(devices) >= count else ()

@@ -1,10 +1,11 @@
 """`python -m manus_jax.plan`: GPU lowering, mistakes, and what would fit instead."""
 
+import json
 import subprocess
 import sys
 
 import pytest
-from planned_runs import arguments, planned, write_tiny
+from planned_runs import TINY, arguments, planned, write_tiny
 
 from manus_jax import plan
 from manus_jax.config import ConfigError
@@ -42,6 +43,17 @@ def test_without_libtpu_a_tpu_plan_is_an_estimate_and_says_what_to_install(
     assert "pip install 'manus-jax[plan]'" in captured.err
     (update,) = made["updates"]
     assert (update["source"], update["kernels"]) == ("estimated", ["splash"])
+    assert "no multiple of 16" not in captured.out
+
+
+def test_parts_of_matrices_that_fill_no_tile_are_told(tmp_path, tiny, capsys, monkeypatch):
+    monkeypatch.setattr(topologies, "has_tpu_compiler", lambda: False)
+    config = tmp_path / "narrow.json"
+    config.write_text(json.dumps({**TINY, "hidden_size": 64}))
+    plan.main(arguments("v5e:2x4", str(config)))
+    assert "Hidden size 64 over 8 chips leaves 8 to each" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_settings_that_do_not_fit_come_with_the_nearest_that_do(tmp_path, capsys):
