@@ -71,6 +71,7 @@ class Team:
     def __init__(self, client: Any, settings: DistributedSettings) -> None:
         self._client = client
         self._heartbeat_s, self._together_s = settings.heartbeat_s, settings.together_s
+        self._period_s = min(_POLL_S, settings.heartbeat_s / 5)
         self.index, self.count = jax.process_index(), jax.process_count()
         self._numbers = itertools.count()
         self._busy: tuple[str, float, float] | None = None  # a command, its limit and its deadline
@@ -132,12 +133,11 @@ class Team:
         self._client.wait_at_barrier("manus/hello", int(self._together_s * 1000))
 
     def _watch(self) -> None:
-        period = min(_POLL_S, self._heartbeat_s / 5)
         heartbeats = Heartbeats(range(self.count), self._heartbeat_s, time.monotonic())
         host = socket.gethostname()
         answered = time.monotonic()
         for beat in itertools.count(1):
-            if self._left.wait(period):
+            if self._left.wait(self._period_s):
                 return
             try:
                 self._client.key_value_set(
@@ -203,9 +203,8 @@ class Team:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 text = json.dumps({"code": code, "said": said})
                 self._client.key_value_set(f"{_FAREWELL}{self.index}", text, allow_overwrite=True)
-                # Where the store is in this process, the others must have read it first.
-                if self.leads:
-                    time.sleep(2 * min(_POLL_S, self._heartbeat_s / 5) + 0.5)
+                # The store may be in this process; the others are to have read it first.
+                time.sleep(2 * self._period_s + 0.5)
         self._last_words.unsaid()
         print(f"error: {said}", file=sys.stderr, flush=True)
         sys.stdout.flush()
@@ -236,7 +235,7 @@ class _LastWords:
         )
 
     def unsaid(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # it is gone, or was told before
             self._shell.communicate(b"\n")
 
 
@@ -271,7 +270,7 @@ def connect(settings: DistributedSettings) -> bool:
     wanted = settings.mode == "on" or any(value is not None for value in given) or found
     if settings.mode == "off" or not wanted:
         return False
-    # Collectives between processes on CPU. Without chips nothing else reads it.
+    # How processes on CPU exchange data; no other platform reads it.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Its service swallows SIGTERM from the start; the training loop asks for it when it can act.
     jax.config.update("jax_enable_preemption_service", False)

@@ -30,8 +30,8 @@ SMALL = (
     "algorithm.reward = 'length_penalty'",
     "algorithm.reward_parameters = {'min_length': 400}",
     "optimizer.lr = 0.01",
-    "distributed.heartbeat_s = 8",
-    "distributed.together_s = 150",
+    "distributed.heartbeat_s = 15",
+    "distributed.together_s = 600",
 )
 SCRATCH = (
     "warm_start.steps = 2",
@@ -55,10 +55,11 @@ class Job:
             address = f"127.0.0.1:{free.getsockname()[1]}"
         self.run_dir = run_dir
         environment = {
+            "JAX_COMPILATION_CACHE_DIR": str(run_dir.parent / "compiled"),
             **os.environ,
             "JAX_NUM_CPU_DEVICES": str(devices),
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
-            "JAX_COMPILATION_CACHE_DIR": str(run_dir.parent / "compiled"),
+            "XLA_FLAGS": "--xla_backend_optimization_level=0 "
+            "--xla_llvm_disable_expensive_passes=true",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
         run_dir.parent.mkdir(exist_ok=True)
@@ -90,7 +91,7 @@ class Job:
             assert all(process.poll() is None for process in self.processes), self.said(0)
             time.sleep(0.02)
 
-    def end(self, timeout: float = 300) -> list[int]:
+    def end(self, timeout: float = 1200) -> list[int]:
         """Exit codes of all processes; those that do not end in time are killed, and it fails."""
         try:
             return [process.wait(timeout) for process in self.processes]
@@ -102,9 +103,12 @@ class Job:
         return self._logs[number].read_text()
 
 
+def metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 def steps(run_dir: Path) -> list[int]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["step"] for line in lines]
+    return [line["step"] for line in metrics(run_dir)]
 
 
 def exported(run_dir: Path, step: int) -> dict[str, np.ndarray]:

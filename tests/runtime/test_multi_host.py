@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from job_processes import SCRATCH, Job, exported, steps
+from job_processes import SCRATCH, Job, exported, metrics, steps
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def assert_learned_the_same(run_dir, whole):
     moved = max(np.abs(theirs[name] - first[name]).max() for name in theirs)
     apart = max(np.abs(ours[name] - theirs[name]).max() for name in theirs)
     assert moved > 0.02
-    assert apart < 1e-4
+    assert apart < 1e-5
 
 
 def test_two_processes_learn_what_one_does_and_write_everything_once(folder, whole):
@@ -56,14 +56,14 @@ def test_whoever_is_killed_all_end_and_any_number_of_processes_goes_on(folder, w
     job = Job(2, run_dir, model)
     job.await_file("checkpoints/2")
     job.processes[1].kill()
-    codes = job.end(timeout=60)
+    codes = job.end(timeout=120)
     assert all(codes)
-    assert "error: process 1 (" in job.said(0) and "has not been heard of for 8 s" in job.said(0)
+    assert "error: process 1 (" in job.said(0) and "has not been heard of for 15 s" in job.said(0)
 
     job = Job(4, run_dir, model)
     job.await_file("checkpoints/5")
     job.processes[0].kill()
-    codes = job.end(timeout=60)
+    codes = job.end(timeout=120)
     assert all(codes)
     for number in (1, 2, 3):
         last = job.said(number).strip().splitlines()[-1]
@@ -77,9 +77,20 @@ def test_whoever_is_killed_all_end_and_any_number_of_processes_goes_on(folder, w
     assert_learned_the_same(run_dir, whole)
 
 
+def test_a_critic_and_a_reference_on_the_hosts_take_part(folder, whole):
+    """The reference is the policy before its first update, so of that step their KL is zero."""
+    more = ("algorithm.recipe = 'ppo'", "algorithm.kl_placement = 'reward'")
+    more += ("algorithm.reference = 'host'", "algorithm.kl_coef = 0.1", "train.total_steps = 2")
+    job = Job(2, folder / "critic", model_of(whole), *more)
+    assert job.end() == [0, 0], job.said(0) + job.said(1)
+    first, second = metrics(job.run_dir)
+    assert abs(first["critic/kl"]) < 1e-5 < abs(second["critic/kl"])
+    assert all(np.isfinite(line["critic/loss"]) for line in (first, second))
+
+
 def test_a_mistake_ends_all_processes_before_anything_is_written(folder, whole):
     job = Job(2, folder / "mistaken", model_of(whole), "train.group_size = 1")
-    assert job.end(timeout=120) == [2, 2]
+    assert job.end() == [2, 2]
     assert "error: recipe grpo compares episodes of one task" in job.said(0)
     assert "error: process 0: recipe grpo compares episodes of one task" in job.said(1)
     assert not (folder / "mistaken").exists()

@@ -1,0 +1,68 @@
+"""Of a learner on several processes, the one that leads publishes; the others only take part."""
+
+import os
+import socket
+import subprocess
+import sys
+
+from published_models import copies, exported, model
+
+from manus_jax.weights.mirror import Mirror
+
+_PROCESS = """
+import sys
+from pathlib import Path
+import jax
+import numpy as np
+from manus_jax.runtime.distributed import joined
+from manus_jax.settings import DistributedSettings
+
+settings = DistributedSettings(coordinator=sys.argv[1], processes=2, process_id=int(sys.argv[2]))
+with joined(settings, ()) as team:
+    from published_models import ARCH, CARD, model
+    from manus_jax.learner.mesh import make_mesh, param_shardings
+    from manus_jax.models.transformer import Compute, Transformer, abstract_model
+    from manus_jax.weights.host_tensors import gathered, spread
+    from manus_jax.weights.publisher import Publisher
+
+    params = jax.tree.map(np.asarray, model())
+    _, shapes = abstract_model(Transformer, ARCH, Compute())
+    shardings = param_shardings(shapes, make_mesh(1, 2, 1))
+    place = lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index])
+    placed = jax.tree.map(place, params, shardings)
+    if team.leads:
+        publisher = Publisher(Path(sys.argv[3]), CARD)
+        publisher.publish(spread(placed, team.together), 5)
+        publisher.close()
+        with team.together(do="stop"):
+            pass
+    else:
+        for command in team.commands():
+            if command["do"] == "stop":
+                break
+            path, layer = tuple(command["path"]), command["layer"]
+            gathered(placed, path, layer, np.dtype(command["dtype"]))
+"""
+
+
+def test_the_first_process_publishes_what_lies_on_two(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    here = os.path.dirname(__file__)
+    environment = {**os.environ, "PYTHONPATH": here, "XLA_FLAGS": ""}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PROCESS, address, str(number), str(tmp_path / "weights")],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors[-2000:]
+    mirror = Mirror(tmp_path)
+    mirror.advance(tmp_path / "weights", 5)
+    assert copies(mirror) == exported(model(), tmp_path / "hf")
