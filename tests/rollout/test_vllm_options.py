@@ -103,3 +103,16 @@ def test_every_server_that_is_started_sees_its_own_group_of_gpus(tmp_path, monke
         assert arguments[-2:] == ["--seed", "4"]
         assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
         assert "VLLM_API_KEY" not in env and "--middleware" not in arguments
+
+
+def test_servers_without_gpus_share_the_cores_and_are_bound_to_none(tmp_path, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    snapshot(tmp_path)
+    options = {"servers": 2, "python": str(recorder(tmp_path, HEALTHY))}
+    started = _start(parse_options(options), tmp_path, 8, "float32", 64, tmp_path / "logs")
+    started.close()
+    for _, env in calls(tmp_path):
+        assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+        assert env["OMP_NUM_THREADS"] == "3"  # half of eight, less the one for the scheduler

@@ -40,7 +40,7 @@ class Trained:
     """A pool, and the weights that it holds."""
 
     def __init__(self, root):
-        self.root = root
+        self.root, self.published = root, 0
         tokenizer = root / "tokenizer"
         tokenizer.mkdir()
         train_tokenizer(["the quick brown fox jumps over the lazy dog"] * 3, 300, tokenizer)
@@ -55,9 +55,13 @@ class Trained:
             self.card, self.params, options, slots=8, dtype="float32", max_length=512
         )
 
+    def next_number(self):
+        self.published += 1
+        return self.published
+
     def train(self, share=1.0):
         """Other weights: that share of them moves."""
-        version = self.pool.version + 1
+        version = self.next_number()
         rng = np.random.default_rng(version)
         moved = lambda x: np.where(rng.random(x.shape) < share, x * 1.3 + 0.02, x)
         self.params = jax.tree.map(
@@ -96,6 +100,25 @@ def trained(tmp_path_factory):
 def ask(prompt=PROMPT, seed=1, tokens=16, temperature=1.0, **how):
     sampling = Sampling(max_tokens=tokens, temperature=temperature, **how)
     return Request(prompt, sampling, seed, f"{prompt[:3]}")
+
+
+def in_flight(pool):
+    """A long generation that a server works on."""
+    future = pool.submit(ask(tokens=450))
+    while not pool.metrics()["in_flight"]:
+        time.sleep(0.001)
+    return future
+
+
+def before_steps(monkeypatch, actions):
+    """Does something, once, right before a step of the next update is asked for."""
+    call = VllmServer._call
+
+    def watched(self, method, path, *rest):
+        actions.pop(path.partition("?")[0], lambda: None)()
+        return call(self, method, path, *rest)
+
+    monkeypatch.setattr(VllmServer, "_call", watched)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -162,13 +185,12 @@ def test_a_small_change_travels_as_a_small_file(trained):
     assert (directory / "delta.safetensors").stat().st_size < 0.03 * parameters
 
 
-def test_a_generation_in_flight_goes_on_with_the_new_weights(trained):
-    future = trained.pool.submit(ask(tokens=450))
-    while not trained.pool.metrics()["in_flight"]:
-        pass
+def test_a_generation_in_flight_goes_on_with_the_new_weights(trained, monkeypatch):
+    begun = []
+    before_steps(monkeypatch, {"/pause": lambda: begun.append(in_flight(trained.pool))})
     before = trained.pool.version
     after = trained.train()
-    made = future.result(120)
+    made = begun[0].result(120)
     assert len(made.token_ids) == 450
     assert set(made.versions) <= {before, after}
     assert made.versions[-1] == after
@@ -176,10 +198,7 @@ def test_a_generation_in_flight_goes_on_with_the_new_weights(trained):
 
 
 def test_a_cancelled_generation_ends_on_the_server(trained):
-    future = trained.pool.submit(ask(tokens=450))
-    while not trained.pool.metrics()["in_flight"]:
-        pass
-    assert future.cancel()
+    assert in_flight(trained.pool).cancel()
     assert trained.pool.submit(ask()).result(120).token_ids
 
 
@@ -192,8 +211,9 @@ def test_a_request_that_vllm_refuses_fails_at_once(trained):
 def test_a_damaged_version_is_not_loaded_and_the_old_one_goes_on(trained):
     pool = trained.pool
     held = next(iter(pool._fleet.members.values())).server
-    published = pool._publisher.publish(jax.tree.map(lambda x: x + 1, trained.params), 1000)
-    file = version_directory(pool._publisher.root, 1000) / "delta.safetensors"
+    number = trained.next_number()
+    published = pool._publisher.publish(jax.tree.map(lambda x: x + 1, trained.params), number)
+    file = version_directory(pool._publisher.root, number) / "delta.safetensors"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 16
     file.write_bytes(data)
@@ -212,22 +232,17 @@ def test_the_only_server_killed_in_an_update_is_waited_for_and_comes_back_with_t
     pool = trained.pool
     (servers,) = [c.__self__ for c in pool._closing if hasattr(c.__self__, "pids")]
     (pid,) = servers.pids
-    call = VllmServer._call
-
-    def killed_on_the_way(self, method, path, *rest):
-        if path == "/finish_weight_update" and servers.pids == [pid]:
-            os.killpg(pid, signal.SIGKILL)
-        return call(self, method, path, *rest)
-
-    monkeypatch.setattr(VllmServer, "_call", killed_on_the_way)
-    in_flight = pool.submit(ask(tokens=450))
-    while not pool.metrics()["in_flight"]:
-        pass
+    begun = []
+    actions = {
+        "/pause": lambda: begun.append(in_flight(pool)),
+        "/finish_weight_update": lambda: os.killpg(pid, signal.SIGKILL),
+    }
+    before_steps(monkeypatch, actions)
     version = trained.train()
     made = pool.submit(ask()).result(600)
     assert made.versions == (version,) * 16
     np.testing.assert_allclose(made.log_probs, trained.expected(PROMPT, made, 1.0), atol=1e-4)
-    assert in_flight.result(600).versions == (version,) * 450
+    assert begun[0].result(600).versions == (version,) * 450
     assert servers.pids != [pid]
     assert "does not answer" in caplog.text
     assert "no vLLM server is in service: waiting up to 600 s for one" in caplog.text
