@@ -1,12 +1,14 @@
-"""What it takes to hand a new version of the weights to a server: bytes and seconds.
+"""What it takes to hand new weights to a vLLM server that generates meanwhile: bytes and seconds.
 
-    python benchmarks/weights.py --hidden 512 --layers 8 --change 0.01
+    MANUS_JAX_VLLM_PYTHON=vllm/bin/python python benchmarks/weights.py
 
-A bfloat16 model is published, a share of its weights is changed, evenly spread, and it is published
-again; a mirror, which is what a vLLM worker holds, then goes from the one version to the other. The
-peer is what most systems do at every step: the whole model written with the safetensors library
-(`save_file`) and read back. Both write to the same directory and both are run `--rounds` times; the
-figures are medians. The last line printed is one JSON object.
+A real vLLM server serves a model of SmolLM2's shape (135M parameters, random weights) and gets new
+weights in bfloat16 again and again, while one request generates: versions in which every weight is
+another, and versions in which a share of them is, evenly spread. It computes in float32 unless told
+otherwise: few CPUs multiply in bfloat16. The peers are what cannot be done without: the same bytes
+written to the same disk and read back, each in one piece; and the same requests sent straight to
+vLLM, without the pool. What is compared takes turns, `--rounds` times, and the figures are medians.
+The last line printed is one JSON object.
 """
 
 import argparse
@@ -16,8 +18,10 @@ import platform
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,105 +29,200 @@ sys.path.pop(0)  # this folder comes first when the script is started
 
 import jax
 import numpy as np
-from safetensors.numpy import load_file, save_file
+import requests
 
+from manus_jax.chat import train_tokenizer
 from manus_jax.models import huggingface
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Compute, Transformer, init_params
-from manus_jax.weights.host_tensors import host_bytes, tensor_sources
-from manus_jax.weights.mirror import Mirror
-from manus_jax.weights.publisher import Publisher
+from manus_jax.rollout.engine import Request, Sampling
+from manus_jax.rollout.vllm_options import open_vllm
+from manus_jax.rollout.vllm_pool import VllmPool
+from manus_jax.rollout.vllm_server import VllmServer
+from manus_jax.weights.manifest import DELTA, read_manifest
+
+ARCH = Architecture("llama", 49_152, 576, 1536, 30, 9, 3, 64, rope_theta=1e5, norm_eps=1e-5)
+MAX_LENGTH = 2048
+PROMPT = 64
 
 
 def changed(params: Any, share: float, seed: int) -> Any:
     """About that share of the weights is another bfloat16 number."""
     rng = np.random.default_rng(seed)
-    moved = lambda x: np.where(rng.random(x.shape) < share, x * 1.5 + 0.01, x).astype(np.float32)
-    return jax.tree.map(lambda x: jax.device_put(moved(np.asarray(x))), params)
+
+    def moved(leaf: jax.Array) -> jax.Array:
+        x = np.asarray(leaf)
+        chosen = rng.random(x.shape, np.float32) < share
+        return jax.device_put(np.where(chosen, x * np.float32(1.02) + np.float32(1e-4), x))
+
+    return jax.tree.map(moved, params)
 
 
-def whole_model(params: Any, card: huggingface.ModelCard, path: Path) -> None:
-    """The peer's way: every tensor, in one file."""
-    tensors = {}
-    for name, source in tensor_sources(card).items():
-        raw = host_bytes(params, source)
-        tensors[name] = raw.view(np.uint16).reshape(source.spec.shape)
-    save_file(tensors, path)
-    with path.open("rb+") as file:
+def write_and_read(count: int, path: Path) -> float:
+    """Seconds for so many bytes to be on the disk, and then in memory again."""
+    data = np.random.default_rng(0).integers(0, 256, count, np.uint8)
+    began = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        file.write(data.data)
         os.fsync(file.fileno())
+    np.fromfile(path, np.uint8)
+    return time.perf_counter() - began
+
+
+class LongRequest:
+    """A generation that streams its tokens from vLLM itself; when each of them came."""
+
+    def __init__(self, url: str) -> None:
+        self.came: list[float] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(url,), daemon=True)
+        self._thread.start()
+        while len(self.came) < 8:
+            time.sleep(0.01)
+
+    def _run(self, url: str) -> None:
+        body = {"model": "policy", "prompt": list(range(100, 100 + PROMPT)), "stream": True}
+        body |= {"max_tokens": MAX_LENGTH - PROMPT, "ignore_eos": True, "seed": 1}
+        with requests.post(f"{url}/v1/completions", json=body, stream=True, timeout=600) as answer:
+            for line in answer.iter_lines():
+                if line:
+                    self.came.append(time.perf_counter())
+                if self._stop.is_set():
+                    return
+
+    def longest_wait(self, began: float, ended: float) -> float:
+        """For a token, between two moments."""
+        while self.came[-1] < ended:
+            time.sleep(0.005)
+        self._stop.set()
+        self._thread.join()
+        times = np.array(self.came)
+        times = times[np.searchsorted(times, began) - 1 : np.searchsorted(times, ended) + 1]
+        return float(np.diff(times).max())
+
+
+class Updates:
+    """Versions pushed to a server; what each of them took."""
+
+    def __init__(self, pool: VllmPool, url: str, root: Path, params: Any) -> None:
+        self._pool, self._url, self._root, self._params = pool, url, root, params
+        self.rows: list[dict[str, float]] = []
+
+    def push(self, share: float, note: bool) -> None:
+        version = self._pool.version + 1
+        self._params = changed(self._params, share, version)
+        counters = f"server/{self._url.removeprefix('http://')}/paused_seconds"
+        paused = self._pool.metrics()[counters]
+        request = LongRequest(self._url)
+        began = time.perf_counter()
+        self._pool.update_weights(self._params, version)
+        ended = time.perf_counter()
+        waited = request.longest_wait(began, ended)
+        moved = read_manifest(self._root / "weights" / "versions", version).files[DELTA].nbytes
+        whole = 2 * ARCH.num_params
+        if note:
+            self.rows.append(
+                {
+                    "seconds": ended - began,
+                    "paused_seconds": self._pool.metrics()[counters] - paused,
+                    "longest_wait_of_a_request": waited,
+                    "bytes": moved,
+                    "write_and_read_whole": write_and_read(whole, self._root / "bytes"),
+                }
+            )
+
+    def medians(self) -> dict[str, float]:
+        found = {key: statistics.median(row[key] for row in self.rows) for key in self.rows[0]}
+        ratios = {
+            "seconds_ratio": found["seconds"] / found["write_and_read_whole"],
+            "pause_share": found["longest_wait_of_a_request"] / found["seconds"],
+            "bytes_ratio": found["bytes"] / (2 * ARCH.num_params),
+        }
+        return {key: round(value, 4) for key, value in {**found, **ratios}.items()}
+
+
+def requests_of(round_: int, count: int, tokens: int) -> list[Request]:
+    rng = np.random.default_rng(round_)
+    prompts = rng.integers(0, ARCH.vocab_size, (count, PROMPT)).tolist()
+    return [
+        Request(tuple(prompt), Sampling(max_tokens=tokens), n, f"{round_}-{n}")
+        for n, prompt in enumerate(prompts)
+    ]
+
+
+def tokens_per_second(pool: VllmPool, url: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Through the pool and straight to vLLM, in turns, the server's cache empty each time."""
+    server = VllmServer(url)
+    server.info()
+    count = options.requests
+
+    def straight(asked: list[Request]) -> list[Any]:
+        with ThreadPoolExecutor(count) as threads:
+            return list(threads.map(lambda r: server.generate(r, r.session, None), asked))
+
+    def pooled(asked: list[Request]) -> list[Any]:
+        return [future.result() for future in [pool.submit(request) for request in asked]]
+
+    ways: dict[str, Callable[[list[Request]], list[Any]]] = {"pool": pooled, "straight": straight}
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for round_ in range(options.rounds + 1):
+        asked = requests_of(round_, count, options.tokens)
+        for name, way in sorted(ways.items(), reverse=bool(round_ % 2)):
+            requests.post(f"{url}/reset_prefix_cache", timeout=60)
+            began = time.perf_counter()
+            made = sum(len(generation.token_ids) for generation in way(asked))
+            if round_:  # the first warms up
+                rates[name].append(made / (time.perf_counter() - began))
+    medians = {name: round(statistics.median(values), 1) for name, values in rates.items()}
+    pairs = zip(rates["pool"], rates["straight"], strict=True)
+    ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+    return {"tokens_per_second": medians, "throughput_ratio": round(ratio, 4)}
 
 
 def measure(options: argparse.Namespace, root: Path) -> dict[str, Any]:
-    heads = options.hidden // 64
-    arch = Architecture(
-        "qwen2",
-        32_000,
-        options.hidden,
-        4 * options.hidden,
-        options.layers,
-        heads,
-        heads,
-        64,
-        qkv_bias=True,
+    (root / "tokenizer").mkdir()
+    train_tokenizer(["the quick brown fox jumps over the lazy dog"] * 3, 300, root / "tokenizer")
+    card = huggingface.new_card(ARCH, root / "tokenizer", "bfloat16")
+    params = init_params(Transformer, ARCH, Compute(), 0)
+    wanted = {"servers": 1, "weights_dir": str(root / "weights"), "snapshot_every": 10_000}
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    pool = open_vllm(
+        card, params, wanted, slots=options.requests, dtype=options.dtype, max_length=MAX_LENGTH
     )
-    card = huggingface.new_card(arch, None, "bfloat16")
-    params = init_params(Transformer, arch, Compute(), 0)
-    publisher, mirror = Publisher(root / "versions", card, snapshot_every=1000), Mirror(root)
-    publisher.publish(params, 0)
-    mirror.advance(publisher.root, 0)
-    rows: dict[str, list[float]] = {"publish": [], "load": [], "peer_publish": [], "peer_load": []}
-    ours: list[int] = []
-    peers: list[int] = []
-    for version in range(1, options.rounds + 1):
-        params = changed(params, options.change, version)
-        whole = root / "whole.safetensors"
-        steps: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-            "publish": (publisher.publish, (params, version)),
-            "load": (mirror.advance, (publisher.root, version)),
-            "peer_publish": (whole_model, (params, card, whole)),
-            "peer_load": (load_file, (whole,)),
-        }
-        for name, (work, arguments) in steps.items():
-            began = time.perf_counter()
-            result = work(*arguments)
-            rows[name].append(time.perf_counter() - began)
-            if name == "publish":
-                ours.append(result.delta_bytes)
-        peers.append(whole.stat().st_size)
-    publisher.close()
-    mirror.close()
-    medians = {name: round(statistics.median(values), 4) for name, values in rows.items()}
-    moved, whole_size = statistics.median(ours), statistics.median(peers)
-    return {
-        "parameters": arch.num_params,
-        "changed_share": options.change,
-        "delta_bytes": int(moved),
-        "whole_bytes": int(whole_size),
-        "bytes_ratio": round(moved / whole_size, 5),
-        "seconds": medians,
-        "speedup": round(
-            (medians["peer_publish"] + medians["peer_load"])
-            / (medians["publish"] + medians["load"]),
-            2,
-        ),
-    }
+    try:
+        (url,) = pool.urls
+        results: dict[str, Any] = {}
+        for name, share in (("all_changed", 1.0), ("some_changed", options.change)):
+            updates = Updates(pool, url, root, params)
+            for round_ in range(options.rounds + 1):
+                updates.push(share, note=round_ > 0)
+            results[name] = updates.medians()
+        return {**results, **tokens_per_second(pool, url, options)}
+    finally:
+        pool.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--change", type=float, default=0.01, help="share of weights, 0.01")
+    parser.add_argument("--dtype", default="float32", help="vLLM computes in (float32)")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=16, help="at once, for tokens/s (16)")
+    parser.add_argument("--tokens", type=int, default=64, help="of each of them (64)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         row = measure(options, Path(directory))
     report = {
         "benchmark": "weights",
-        "compared": "publishing and loading what changed, against the whole model by safetensors",
+        "compared": "new weights for a vLLM server that generates, against writing and reading the "
+        "whole model's bytes; requests through the pool, against straight to vLLM",
+        "parameters": ARCH.num_params,
+        "changed_share": options.change,
+        "served_in": options.dtype,
         **row,
         "machine": {
             "cpus": os.cpu_count(),
+            "load": os.getloadavg()[0],
             "platform": platform.platform(),
             "python": platform.python_version(),
         },

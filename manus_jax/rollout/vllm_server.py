@@ -120,7 +120,8 @@ class VllmServer:
         self._call("GET", "/health", self._timeouts.quick)
 
     def weight_label(self) -> str:
-        return str(self._call("GET", "/weight_info", self._timeouts.quick)["weight_version"])
+        """The engine itself answers this, between two of its steps, so it may take a while."""
+        return str(self._call("GET", "/weight_info", self._timeouts.generate)["weight_version"])
 
     def served_config(self) -> dict[str, Any]:
         """The `config.json` of what it serves, as transformers completes it; needs our plug-in."""
@@ -192,17 +193,17 @@ class VllmServer:
         swapped, what was cached of the old ones is dropped, and generations go on.
         """
         if self.weight_label() == label_of(identity):
-            self._call("POST", "/resume", self._timeouts.quick)
+            self._call("POST", "/resume", self._timeouts.update)
             return 0.0
         self._fetch(root, identity)
         began = time.monotonic()
-        quick, update = self._timeouts.quick, self._timeouts.update
+        update = self._timeouts.update
         self._call("POST", "/pause?mode=keep", update)
         self._call("POST", "/start_weight_update", update)
         self._call("POST", "/update_weights", update, {"update_info": dataclasses.asdict(identity)})
         self._call("POST", "/finish_weight_update", update, {"weight_version": label_of(identity)})
         self._call("POST", "/reset_prefix_cache?reset_running_requests=true", update)
-        self._call("POST", "/resume", quick)
+        self._call("POST", "/resume", update)
         return time.monotonic() - began
 
     def _fetch(self, root: Path, identity: Identity) -> None:
