@@ -17,6 +17,9 @@ from manus_jax.planning.replica_groups import first_group
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# What leaves a TPU slice is handed to the hosts, which sum it over the data-centre network.
+BETWEEN_SLICES = "between slices"
+_MEGASCALE = "xla_megascale"
 # The TPU back end spreads a collective over fusions that compute meanwhile; its steps have this.
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 # The TPU back end writes a reduce-scatter as a fusion of this name around an all-reduce.
@@ -50,6 +53,7 @@ class Collective:
             "reduce-scatter": (n - 1) / n,
             "all-to-all": (n - 1) / n,
             "collective-permute": 1.0,
+            BETWEEN_SLICES: 1.0,
         }[self.kind]
         return self.operand_bytes * once * self.times
 
@@ -94,7 +98,7 @@ def module_costs(text: str, data_loops: Sequence[int], devices: int) -> ModuleCo
         elif kind := _collective_kind(i, run.computation):
             step = _CHAIN.search(i.attributes)
             sent = sum(s.bytes for s in run.computation.operand_shapes(i))
-            group = first_group(i, devices)
+            group = first_group(i, devices) if kind != BETWEEN_SLICES else (0, devices - 1)
             if len(group) > 1 and (step is None or step[1] not in chains):
                 found.append(Collective(kind, sent, group, run.loops))
                 moved += times * (sent + i.bytes)
@@ -172,6 +176,8 @@ def _constant(computation: Computation, name: str) -> int | None:
 
 
 def _collective_kind(i: Instruction, computation: Computation | None = None) -> str | None:
+    if i.opcode == "send" and _MEGASCALE in i.attributes:
+        return BETWEEN_SLICES
     kind = i.opcode.removesuffix("-start")
     if kind not in COLLECTIVES:
         return None

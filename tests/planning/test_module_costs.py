@@ -216,6 +216,19 @@ ENTRY %main (a: bf16[10]) -> bf16[10] {
     }
 
 
+def test_what_hosts_carry_between_slices_counts_once():
+    text = """
+ENTRY %main (a: bf16[40]) -> token[] {
+  %a = bf16[40]{0} parameter(0)
+  %t = token[] after-all()
+  %s = (bf16[40]{0}, u32[], token[]) send(%a, %t), attributes={name="xla_megascale_runtime"}
+  ROOT %d = token[] send-done(%s)
+}
+"""
+    (sent,) = module_costs(text, (), 8).collectives
+    assert (sent.kind, sent.group, sent.wire_bytes) == ("between slices", (0, 7), 80)
+
+
 @pytest.mark.parametrize(
     ("written", "group"),
     [
