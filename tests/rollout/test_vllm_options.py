@@ -1,6 +1,7 @@
 """Settings of vLLM servers, and those that the program starts: mistakes are found before."""
 
 import subprocess
+import sys
 import time
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ from recording_python import HEALTHY, calls, recorder, snapshot
 from manus_jax.config import ConfigError
 from manus_jax.rollout.engine import EngineError
 from manus_jax.rollout.vllm_options import _start, parse_options
-from manus_jax.rollout.vllm_processes import ManagedServers, ServerRecipe
+from manus_jax.rollout.vllm_processes import ManagedServers, ServerRecipe, answers
 from manus_jax.runtime.playing import check_engine
 from manus_jax.settings import EngineSettings
 
@@ -78,6 +79,33 @@ def test_servers_are_started_again_when_they_die_and_end_with_the_program(tmp_pa
     for pid in {*before, *after}:
         assert subprocess.run(["kill", "-0", str(pid)], capture_output=True).returncode != 0
     assert {env["CUDA_VISIBLE_DEVICES"] for _, env in calls(tmp_path)} == {"4", "5"}
+
+
+_STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HEALTHY
+_TRAINER = """
+import sys, time
+from pathlib import Path
+from manus_jax.rollout.vllm_processes import ManagedServers, ServerRecipe
+root = Path(sys.argv[1])
+servers = ManagedServers(ServerRecipe(sys.argv[2], root, 64, 4, "float32"), [()], root / "logs")
+print(servers.urls[0], flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_server_that_will_not_end_goes_all_the_same_when_its_trainer_is_killed(tmp_path):
+    snapshot(tmp_path)
+    python = recorder(tmp_path, _STUBBORN)
+    command = [sys.executable, "-c", _TRAINER, str(tmp_path), str(python)]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    url = trainer.stdout.readline().strip()
+    assert answers(url)
+    trainer.kill()
+    trainer.wait()
+    deadline = time.monotonic() + 60
+    while answers(url):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def test_every_server_that_is_started_sees_its_own_group_of_gpus(tmp_path, monkeypatch):
