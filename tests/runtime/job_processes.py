@@ -30,6 +30,8 @@ SMALL = (
     "algorithm.reward = 'length_penalty'",
     "algorithm.reward_parameters = {'min_length': 400}",
     "optimizer.lr = 0.01",
+    # With less, Adam makes whole steps of gradients that are nothing but rounding.
+    "optimizer.eps = 1e-5",
     "distributed.heartbeat_s = 15",
     "distributed.together_s = 600",
 )

@@ -1,6 +1,10 @@
 """What a job of several processes is made of: finding others, noticing a death, being stopped."""
 
+import os
 import signal
+import socket
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -117,3 +121,39 @@ def test_spread_tensors_are_read_together_a_layer_at_a_time():
     expected = [("q_proj", layer, "float32") for layer in range(3)] + [("embed", None, "float32")]
     assert sorted(told, key=str) == sorted(expected, key=str)
     np.testing.assert_array_equal(tensors["backbone"]["layers"]["q_proj"][1], stack[1])
+
+
+_STUCK = """
+import sys, time
+from manus_jax.runtime.distributed import joined
+from manus_jax.settings import DistributedSettings
+
+settings = DistributedSettings(
+    coordinator=sys.argv[1], processes=2, process_id=int(sys.argv[2]), together_s=5
+)
+with joined(settings, ()) as team:
+    if team.leads:
+        with team.together(do="think"):
+            time.sleep(3600)
+    for command in team.commands():
+        time.sleep(3600)
+"""
+
+
+def test_processes_that_live_and_do_not_come_to_an_end_are_ended():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _STUCK, address, str(number)],
+            env={**os.environ, "XLA_FLAGS": ""},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=600)
+        assert process.returncode == 1
+        assert "'think' has taken more than 5 s" in errors.strip().splitlines()[-1]
