@@ -9,7 +9,8 @@ moves of oracle episodes, recorded beforehand from all over the training split, 
 answered: steps and the resets between them, over one kept connection each. The reference is what
 AgentGym's own servers were measured to answer at 32 threads (textcraft 778 and babyai 140 steps/s);
 for the others there is no such figure. A ScienceWorld step is measured with one client, next to the
-same moves in a simulator without a server, turn by turn. Memory is the growth of the server's
+same moves in a simulator as it comes, with no server and no option that makes it repeatable, turn
+by turn. Memory is the growth of the server's
 resident set while sessions are created and reset. The last line printed is one JSON object.
 """
 
@@ -155,16 +156,19 @@ def measure_speed(name: str, url: str, scripts: list[Script], seconds: float) ->
 
 
 def measure_next_to_simulator(url: str, scripts: list[Script]) -> dict[str, float]:
-    """The median ScienceWorld step through the server and in a bare simulator, in turns."""
-    from envs.sciworld.simulators import launch
+    """The median ScienceWorld step through the server and in a simulator as it comes, in turns."""
+    from scienceworld import ScienceWorldEnv
+
+    from envs.sciworld.simulators import MEMORY_OPTIONS
     from envs.sciworld.tasks import pair
 
-    simulator = launch()
+    os.environ["JAVA_TOOL_OPTIONS"] = MEMORY_OPTIONS
+    simulator = ScienceWorldEnv()
     session = Session(environment("sciworld"), url)
     session.create()
     served: list[float] = []
     bare: list[float] = []
-    for turn in range(3):
+    for turn in range(5):
         for item, moves in scripts:
             task, variation = pair(item)
             session.reset(item)
@@ -174,7 +178,7 @@ def measure_next_to_simulator(url: str, scripts: list[Script]) -> dict[str, floa
                     start = time.perf_counter()
                     step(move)
                     taken.append(time.perf_counter() - start)
-        if turn == 0:  # Java compiles what runs often
+        if turn < 3:  # Java compiles what runs often
             served.clear()
             bare.clear()
     session.close()
