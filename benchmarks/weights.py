@@ -136,6 +136,8 @@ class Updates:
         ratios = {
             "seconds_ratio": found["seconds"] / found["write_and_read_whole"],
             "pause_share": found["longest_wait_of_a_request"] / found["seconds"],
+            "pause_of_write_and_read": found["longest_wait_of_a_request"]
+            / found["write_and_read_whole"],
             "bytes_ratio": found["bytes"] / (2 * ARCH.num_params),
         }
         return {key: round(value, 4) for key, value in {**found, **ratios}.items()}
@@ -175,8 +177,12 @@ def tokens_per_second(pool: VllmPool, url: str, options: argparse.Namespace) -> 
                 rates[name].append(made / (time.perf_counter() - began))
     medians = {name: round(statistics.median(values), 1) for name, values in rates.items()}
     pairs = zip(rates["pool"], rates["straight"], strict=True)
-    ratio = statistics.median(ours / theirs for ours, theirs in pairs)
-    return {"tokens_per_second": medians, "throughput_ratio": round(ratio, 4)}
+    ratios = [round(ours / theirs, 4) for ours, theirs in pairs]
+    return {
+        "tokens_per_second": medians,
+        "throughput_ratio": round(statistics.median(ratios), 4),
+        "throughput_ratios": ratios,  # far from each other: the machine was not quiet enough
+    }
 
 
 def measure(options: argparse.Namespace, root: Path) -> dict[str, Any]:
