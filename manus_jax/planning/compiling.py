@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from manus_jax.algorithms.recipes import Recipe
+from manus_jax.config import ConfigError
 from manus_jax.learner.learners import Design
 from manus_jax.learner.mesh import batch_sharding, replicated
 from manus_jax.learner.update import TrainState, make_update, state_shardings
@@ -113,7 +115,13 @@ def compile_update(lowered: jax.stages.Lowered) -> tuple[Memory, str]:
         if found is None:
             raise
         raise DoesNotFit(float(found[1]) * _UNITS[found[2]]) from None
-    stats, text = compiled.memory_analysis(), compiled.as_text()
+    try:
+        stats, text = compiled.memory_analysis(), compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        raise ConfigError(
+            f"libtpu {version('libtpu')} writes programs that jaxlib {version('jaxlib')} cannot "
+            "read; take the one that goes with it: pip install 'manus-jax[plan]'"
+        ) from None
     assert stats is not None and text is not None
     memory = Memory(
         stats.argument_size_in_bytes,

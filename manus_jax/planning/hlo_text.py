@@ -13,6 +13,7 @@ _BYTES = {"pred": 1.0, "token": 0.0, "opaque": 0.0}
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<= ]*)\](\{[^}]*\})?")
 _HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) .*\{$")
 _ASSIGNMENT = re.compile(r"\s+(ROOT )?%?([^\s=]+) = ")
+_CLOSING = re.compile(r"\}(, execution_thread=.*)?")
 _SPACE = re.compile(r"S\((\d+)\)")
 
 
@@ -113,7 +114,7 @@ def parse(text: str) -> Module:
             if header := _HEADER.match(line):
                 name, instructions, root = header[2], {}, ""
                 entry = name if header[1] else entry
-        elif line == "}":
+        elif _CLOSING.fullmatch(line):
             last = root or next(reversed(instructions))
             computations[name] = Computation(name, instructions, last)
             instructions = None
@@ -130,8 +131,7 @@ def _whole_lines(text: str) -> list[str]:
     """Lines, with those that go on over a line break (kernels' metadata) put together again."""
     lines: list[str] = []
     for line in text.splitlines():
-        goes_on = lines and line not in ("", "}") and line[0] in '"}'
-        if goes_on:
+        if lines and line[:1] in ('"', "}") and not _CLOSING.fullmatch(line):
             lines[-1] += line
         else:
             lines.append(line)

@@ -11,7 +11,7 @@ NO_TRAFFIC = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional"),
     *("call", "after-all", "partition-id", "replica-id", "iota", "copy-done", "async-start"),
     *("async-done", "async-update", "optimization-barrier", "opt-barrier", "all-gather-done"),
-    *("all-reduce-done", "collective-permute-done", "domain", "add-dependency"),
+    *("all-reduce-done", "collective-permute-done", "call-start", "call-done", "add-dependency"),
 }
 _SLICES = {"dynamic-slice", "slice", "gather"}
 # Steps of a collective that is under way: its own bytes are counted with the collective.

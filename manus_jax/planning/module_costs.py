@@ -133,7 +133,7 @@ def _runs(module: Module, data_loops: Sequence[int]) -> Iterator[_Run]:
                     trips = data_loops[min(around, len(data_loops) - 1)]
                 for body in i.called("body"):
                     yield from visit(body, (*loops, trips), inside, False)
-            elif i.opcode in ("fusion", "call", "async-start", "conditional"):
+            elif i.opcode in ("fusion", "call", "call-start", "async-start", "conditional"):
                 names = ("calls", "to_apply", "called_computations", "branch_computations")
                 inner = fused or i.opcode == "fusion"
                 for called in i.called(*names, "true_computation", "false_computation"):

@@ -264,6 +264,28 @@ def test_shapes_know_their_bytes_and_where_they_lie():
     assert copy.bytes == 8
 
 
+def test_computations_of_other_threads_and_metadata_over_several_lines_are_read():
+    module = parse(
+        """
+%aside (p: f32[2]) -> f32[2] {
+  ROOT %p = f32[2]{0} parameter(0)
+}, execution_thread="sparsecore"
+
+ENTRY %main (a: f32[2]) -> f32[2] {
+  %a = f32[2]{0} parameter(0)
+  %k = f32[2]{0} custom-call(%a), frontend_attributes={kernel_metadata={
+"block": 1
+}}, metadata={op_name="k"}
+  ROOT %b = f32[2]{0} negate(%k)
+}
+"""
+    )
+    assert set(module.computations) == {"aside", "main"}
+    main = module.computations["main"]
+    assert [i.opcode for i in main.instructions.values()] == ["parameter", "custom-call", "negate"]
+    assert 'op_name="k"' in main.instructions["k"].attributes
+
+
 def test_text_without_a_module_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         parse("not a module")
