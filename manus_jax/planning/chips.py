@@ -34,8 +34,8 @@ class Chip:
 
 TPUS = {
     "v5e": Chip("v5e", "tpu", 197e12, 15.75 * GIB, 819e9, 45e9, 3.125e9, wraps=16),
-    "v5p": Chip("v5p", "tpu", 459e12, 95.73 * GIB, 2765e9, 90e9, 6.25e9, wraps=4),
-    "v6e": Chip("v6e", "tpu", 918e12, 31.24 * GIB, 1640e9, 90e9, 12.5e9, wraps=16),
+    "v5p": Chip("v5p", "tpu", 459e12, 95.74 * GIB, 2765e9, 90e9, 6.25e9, wraps=4),
+    "v6e": Chip("v6e", "tpu", 918e12, 31.25 * GIB, 1640e9, 90e9, 12.5e9, wraps=16),
 }
 # A tenth is left to the CUDA context, cuDNN and the allocator's gaps.
 GPUS = {
