@@ -168,7 +168,7 @@ class ManagedServers:
     def _stop_all(self) -> None:
         processes = [place.process for place in self._places if place.process is not None]
         for process in processes:
-            _end_group(process.pid, signal.SIGTERM)
+            process.terminate()  # which ends its server itself
         deadline = time.monotonic() + _STOP_SECONDS
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
