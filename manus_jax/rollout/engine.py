@@ -70,4 +70,7 @@ class Engine(Protocol):
     def update_weights(self, params: Any, version: int) -> None:
         """New weights for every token generated from now on."""
 
+    def metrics(self) -> dict[str, float]:
+        """What goes on now, and what was done since the start."""
+
     def close(self) -> None: ...

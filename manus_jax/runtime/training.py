@@ -244,6 +244,7 @@ class Trainer:
         metrics |= update_metrics
         with timer.phase("update_weights"):
             self.engine.update_weights(self.weights(), step)
+        metrics |= {f"engine/{name}": float(n) for name, n in self.engine.metrics().items()}
         return metrics, bad
 
     def _experience(

@@ -93,6 +93,9 @@ class ScriptedEngine:
     def update_weights(self, params: Any, version: int) -> None:
         self.version = version
 
+    def metrics(self) -> dict[str, float]:
+        return {"requests": len(self.requests)}
+
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
 
