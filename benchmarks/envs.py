@@ -10,8 +10,9 @@ answered: steps and the resets between them, over one kept connection each. The 
 AgentGym's own servers were measured to answer at 32 threads (textcraft 778 and babyai 140 steps/s);
 for the others there is no such figure. A ScienceWorld step is measured with one client, next to the
 same moves in a simulator as it comes, with no server and no option that makes it repeatable, turn
-by turn. Memory is the growth of the server's
-resident set while sessions are created and reset. The last line printed is one JSON object.
+by turn. Memory is the growth of the server's resident set while sessions are created and reset.
+Where others use the machine too, look at the processor time that the server took per step, resets
+included. The last line printed is one JSON object.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
@@ -119,7 +120,9 @@ def client_process(
             results.put(str(failure))
 
 
-def measure_speed(name: str, url: str, scripts: list[Script], seconds: float) -> dict[str, float]:
+def measure_speed(
+    name: str, server: ServerProcess, url: str, scripts: list[Script], seconds: float
+) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
     begun, ending = context.Barrier(CLIENT_PROCESSES + 1), context.Event()
     play(name, url, scripts, ending)  # whatever the server loads at first use is loaded now
@@ -134,6 +137,7 @@ def measure_speed(name: str, url: str, scripts: list[Script], seconds: float) ->
     for worker in workers:
         worker.start()
     begun.wait()
+    busy = processor_seconds(server)
     start = time.perf_counter()
     ending.wait(seconds)
     elapsed = time.perf_counter() - start
@@ -144,6 +148,7 @@ def measure_speed(name: str, url: str, scripts: list[Script], seconds: float) ->
         if isinstance(result, str):
             raise SystemExit(result)
         taken += result
+    busy = processor_seconds(server) - busy
     for worker in workers:
         worker.join()
     taken.sort()
@@ -151,6 +156,7 @@ def measure_speed(name: str, url: str, scripts: list[Script], seconds: float) ->
         "steps_per_second": round(len(taken) / elapsed, 1),
         "step_ms_median": round(1000 * taken[len(taken) // 2], 2),
         "step_ms_p99": round(1000 * taken[len(taken) * 99 // 100], 2),
+        "server_cpu_ms_per_step": round(1000 * busy / len(taken), 3),
         "clients": share * CLIENT_PROCESSES,
     }
 
@@ -190,23 +196,31 @@ def measure_next_to_simulator(url: str, scripts: list[Script]) -> dict[str, floa
     }
 
 
-def resident_megabytes(pid: int) -> float:
-    """The memory of a process and of those it started."""
-    total = 0.0
+def processes_of(server: ServerProcess) -> Iterator[list[str]]:
+    """What /proc says of the server and of the processes it started."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            group = int((process / "stat").read_text().rpartition(")")[2].split()[2])
-            if group == pid:
-                resident = int((process / "statm").read_text().split()[1])
-                total += resident * os.sysconf("SC_PAGE_SIZE") / 1e6
+            # Fields from the third on: the second, a name, may hold anything.
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-    return total
+        if int(fields[2]) == server.pid:
+            yield fields
+
+
+def resident_megabytes(server: ServerProcess) -> float:
+    pages = sum(int(fields[21]) for fields in processes_of(server))
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def processor_seconds(server: ServerProcess) -> float:
+    ticks = sum(int(fields[11]) + int(fields[12]) for fields in processes_of(server))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def measure_memory(name: str, server: ServerProcess, url: str, sessions: int) -> dict[str, float]:
     items = load(name).items("train")
-    before = resident_megabytes(server.pid)
+    before = resident_megabytes(server)
     opened = []
     for index in range(sessions):
         session = Session(environment(name), url)
@@ -214,7 +228,7 @@ def measure_memory(name: str, server: ServerProcess, url: str, sessions: int) ->
         session.reset(items[index % len(items)])
         session.disconnect()
         opened.append(session)
-    after = resident_megabytes(server.pid)
+    after = resident_megabytes(server)
     for session in opened:
         session.close()
     return {
@@ -233,8 +247,8 @@ def measure(name: str, seconds: float, sessions: int) -> dict[str, float]:
             time.sleep(0.05)
         memory = measure_memory(name, server, server.url, FEW_SESSIONS.get(name, sessions))
         scripts = recorded_episodes(name)
-        row = {**measure_speed(name, server.url, scripts, seconds), **memory}
-        row["server_mb_at_the_end"] = round(resident_megabytes(server.pid), 1)
+        row = {**measure_speed(name, server, server.url, scripts, seconds), **memory}
+        row["server_mb_at_the_end"] = round(resident_megabytes(server), 1)
         if name == "sciworld":
             row |= measure_next_to_simulator(server.url, scripts)
     except EnvironmentFailure as failure:
