@@ -1,6 +1,7 @@
 """Every example of the guides runs: files are written, code and commands executed, in order.
 
-In a guide a fenced block is preceded by a comment: `file: NAME` writes it, `run` executes it. Shell
+In a guide a fenced block is preceded by a comment: `file: NAME` writes it, `run` executes it, and
+`checked: TEST` names the test that reads it from the page and has the program judge it. Shell
 commands that are not run (they would serve for ever, or need an accelerator) have their options
 checked against the program's own help. No block of code goes without.
 """
@@ -23,7 +24,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
 FENCE = re.compile(
-    r"(?:<!-- (?P<mark>run|file: (?P<file>[\w./]+)) -->\n)?"
+    r"(?:<!-- (?P<mark>run|checked: (?P<test>[\w./]+)|file: (?P<file>[\w./]+)) -->\n)?"
     r"^```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
@@ -34,11 +35,12 @@ class Block(NamedTuple):
     text: str
     mark: str | None
     file: str | None
+    test: str | None = None
 
 
 def blocks(guide):
     found = FENCE.finditer(guide.read_text())
-    return [Block(m["language"], m["text"], m["mark"], m["file"]) for m in found]
+    return [Block(*m.group("language", "text", "mark", "file", "test")) for m in found]
 
 
 def execute(command, cwd):
@@ -80,6 +82,8 @@ def test_no_code_stands_in_a_guide_without_being_run(guide):
         assert block.language in ("python", "gin", "sh", "text"), block
         if block.language in ("python", "gin"):
             assert block.mark, f"{guide.name}: this block is neither a file nor run:\n{block.text}"
+        if block.test:
+            assert f"docs/{guide.name}" in (ROOT / block.test).read_text()
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from manus_jax.settings import MeshSettings
 
 PAGE = (Path(__file__).parents[2] / "docs/meshes.md").read_text()
 QWEN_7B = Architecture("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, qkv_bias=True)
-EXAMPLES = re.findall(r"\n([^\n]+)\n\n```gin\n(.*?)```", PAGE, re.DOTALL)
+EXAMPLES = re.findall(r"\n([^\n]+)\n\n<!-- checked: [^\n]* -->\n```gin\n(.*?)```", PAGE, re.DOTALL)
 # What each example is for, in the page's order, and the sizes that "data" and "fsdp" come to.
 DEVICES = [
     (lambda: tpus("v5e:8x8"), (1, 64)),
