@@ -16,6 +16,7 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from manus_jax.learner.meeting import compiled_by_all
 from manus_jax.learner.mesh import (
     batch_sharding,
     check_batch,
@@ -133,12 +134,13 @@ def make_update(
         bad = 1.0 - finite.astype(jnp.float32)
         return new, {**metrics, "loss": loss, "grad_norm": norm, "update_skipped": bad}
 
-    return jax.jit(
+    jitted = jax.jit(
         update,
         in_shardings=(shardings, batch_sharding(mesh), replicated(mesh)),
         out_shardings=(shardings, replicated(mesh)),
         donate_argnums=0,
     )
+    return compiled_by_all(jitted)
 
 
 def make_evaluate(
@@ -154,11 +156,12 @@ def make_evaluate(
         _, shapes = jax.eval_shape(objective, params, _micro_batch(batch, 0))
         return jax.lax.fori_loop(0, used, body, _zeros(shapes))
 
-    return jax.jit(
+    jitted = jax.jit(
         evaluate,
         in_shardings=(param_shardings(params, mesh), batch_sharding(mesh), replicated(mesh)),
         out_shardings=replicated(mesh),
     )
+    return compiled_by_all(jitted)
 
 
 def make_forward(
@@ -179,8 +182,9 @@ def make_forward(
         out = jnp.zeros(batch["input_ids"].shape, jnp.float32)
         return jax.lax.fori_loop(0, used, body, out)
 
-    return jax.jit(
+    jitted = jax.jit(
         forward,
         in_shardings=(param_shardings(params, mesh), batch_sharding(mesh), replicated(mesh)),
         out_shardings=batch_sharding(mesh) if split else replicated(mesh),
     )
+    return compiled_by_all(jitted)

@@ -20,13 +20,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, NoReturn
 
 import jax
 
-# The coordination service's client has no public name.
+# The coordination service and its client have no public name.
 from jax._src import distributed as jax_distributed
 
 from manus_jax.config import ConfigError
@@ -35,8 +35,8 @@ from manus_jax.runtime.stopping import Preempted, Stopped
 from manus_jax.settings import DistributedSettings
 
 Command = dict[str, Any]
-_COMMANDS, _ALIVE, _FAREWELL = "manus/command/", "manus/team/alive/", "manus/team/farewell/"
-_TEAM = "manus/team/"
+_COMMANDS, _TEAM, _LEAVING = "manus/command/", "manus/team/", "manus/leaving/"
+_ALIVE, _FAREWELL = f"{_TEAM}alive/", f"{_TEAM}farewell/"
 _POLL_S = 1.0
 # Far more than any process can be behind: most commands end only when all have taken part.
 _KEPT_COMMANDS = 100
@@ -63,13 +63,11 @@ class Heartbeats:
 
 
 class Team:
-    """The processes of a job, seen from one of them.
+    """The processes of a job, seen from one of them."""
 
-    `client` is that of JAX's coordination service.
-    """
-
-    def __init__(self, client: Any, settings: DistributedSettings) -> None:
-        self._client = client
+    def __init__(self, settings: DistributedSettings) -> None:
+        self._client: Any = jax_distributed.global_state.client
+        self._keeps_store = jax_distributed.global_state.service is not None
         self._heartbeat_s, self._together_s = settings.heartbeat_s, settings.together_s
         self._period_s = min(_POLL_S, settings.heartbeat_s / 5)
         self.index, self.count = jax.process_index(), jax.process_count()
@@ -157,7 +155,7 @@ class Team:
             if key.startswith(_FAREWELL) and not self._left.is_set():
                 number, farewell = key.removeprefix(_FAREWELL), json.loads(text)
                 if int(number) != self.index:
-                    self._end(farewell["code"], f"process {number}: {farewell['said']}", tell=False)
+                    self._end(farewell["code"], f"process {number}: {farewell['said']}", told=True)
         beats = {
             int(key.removeprefix(_ALIVE)): text
             for key, text in shown.items()
@@ -170,6 +168,7 @@ class Team:
                 1,
                 f"process {who} of {self.count} has not been heard of for {self._heartbeat_s:g} s, "
                 "so the job ends; the same command goes on from the last checkpoint",
+                dead=silent,
             )
         busy = self._busy
         if busy is not None and time.monotonic() > busy[2]:
@@ -196,19 +195,31 @@ class Team:
         traceback.print_exception(error)
         self._end(1, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
-    def _end(self, code: int, said: str, tell: bool = True) -> NoReturn:
-        """Nothing is waited for: whoever is gone cannot meet anybody at a barrier."""
+    def _end(
+        self, code: int, said: str, told: bool = False, dead: Collection[int] = ()
+    ) -> NoReturn:
+        """Ends this process, and the others unless they are `told` already."""
         self._left.set()
-        if tell:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if not told:
                 text = json.dumps({"code": code, "said": said})
                 self._client.key_value_set(f"{_FAREWELL}{self.index}", text, allow_overwrite=True)
-                # The store may be in this process; the others are to have read it first.
-                time.sleep(2 * self._period_s + 0.5)
+            self._client.key_value_set(f"{_LEAVING}{self.index}", "", allow_overwrite=True)
+            if self._keeps_store:
+                self._see_off(set(range(self.count)) - {self.index, *dead})
         self._last_words.unsaid()
         print(f"error: {said}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(code)
+
+    def _see_off(self, others: set[int]) -> None:
+        """The process with the store leaves last: JAX aborts whoever finds it gone."""
+        deadline = time.monotonic() + self._heartbeat_s
+        while others and time.monotonic() < deadline:
+            time.sleep(self._period_s / 2)
+            shown = self._client.key_value_dir_get(_LEAVING)
+            others -= {int(key.removeprefix(_LEAVING)) for key, _ in shown}
+        time.sleep(self._period_s)
 
     def part(self) -> None:
         """All processes end in good order, together."""
@@ -312,7 +323,7 @@ def joined(
     if not connect(settings):
         yield None
         return
-    team = Team(jax_distributed.global_state.client, settings)
+    team = Team(settings)
     signal.signal(signal.SIGTERM, _stop_at_once)
     try:
         yield team
