@@ -4,6 +4,7 @@ Test models are tiny and their time goes into compiling, so LLVM is told to take
 """
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_llvm_disable_expensive_passes=true",
     )
 ).strip()
+# Whoever runs the tests in a shell's background has them inherit a Ctrl-C that is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")
