@@ -2,7 +2,6 @@
 
 import json
 import sys
-import typing
 from pathlib import Path
 
 import jax
@@ -14,23 +13,7 @@ from manus_jax.planning.plans import make_plan
 from manus_jax.planning.search import nearest_that_fits
 from manus_jax.planning.tables import as_json, render
 from manus_jax.planning.topologies import find_topology
-from manus_jax.runtime.designs import TrainConfig
-from manus_jax.settings import ScratchSettings
-
-
-def read_config(files: list[str], params: list[str]) -> TrainConfig:
-    """The settings of a training run, as `manus_jax.train` reads them."""
-    config.parse(files, params)
-    hints = typing.get_type_hints(TrainConfig)
-    classes = {name: cls for name, cls in hints.items() if hasattr(cls, "gin_name")}
-    built = dict(zip(classes, config.build(*classes.values()), strict=True))
-    read: list[type] = [*classes.values()]
-    built["scratch"] = None
-    if built["model"].path is None:
-        read.append(ScratchSettings)
-        (built["scratch"],) = config.build(ScratchSettings)
-    config.refuse_unread(read)
-    return TrainConfig(**built)
+from manus_jax.runtime.designs import TrainConfig, read_config
 
 
 def architecture_of(settings: TrainConfig, name: str | None) -> Architecture:
@@ -57,7 +40,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers there too")
     args = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")
-    settings = read_config(args.gin_file, args.gin_param)
+    settings, _ = read_config(args.gin_file, args.gin_param)
     arch = architecture_of(settings, args.architecture)
     topology = find_topology(args.topology, args.slices)
     if topology.platform == "tpu" and not topology.compiles:

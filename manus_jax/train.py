@@ -1,5 +1,6 @@
 """`python -m manus_jax.train --gin_file=F`: reinforcement learning of an agent."""
 
+import dataclasses
 from pathlib import Path
 
 from manus_jax import command, config
@@ -7,56 +8,18 @@ from manus_jax.models import huggingface
 from manus_jax.rollout.vllm_options import claim_gpus
 from manus_jax.runtime.assembly import open_trainer
 from manus_jax.runtime.closing import print_closing
-from manus_jax.runtime.designs import TrainConfig
+from manus_jax.runtime.designs import TrainConfig, read_config
 from manus_jax.runtime.distributed import Team, joined
 from manus_jax.runtime.following import follow
 from manus_jax.runtime.run_directory import disk_errors
-from manus_jax.settings import (
-    AlgorithmSettings,
-    ComputeSettings,
-    DataSettings,
-    DistributedSettings,
-    EngineSettings,
-    EnvSettings,
-    MeshSettings,
-    ModelSettings,
-    OptimizerSettings,
-    RolloutGroup,
-    ScratchSettings,
-    TrainSettings,
-    WarmStartSettings,
-)
 from manus_jax.weights.host_tensors import spread
 
 
 def main(arguments: list[str]) -> None:
     parser = config.argument_parser("train", "Trains an agent with reinforcement learning.")
     args = parser.parse_args(arguments)
-    config.parse(args.gin_file, args.gin_param)
-    classes = {
-        "train": TrainSettings,
-        "algorithm": AlgorithmSettings,
-        "env": EnvSettings,
-        "rollout": RolloutGroup,
-        "engine": EngineSettings,
-        "data": DataSettings,
-        "model": ModelSettings,
-        "warm_start": WarmStartSettings,
-        "optimizer": OptimizerSettings,
-        "mesh": MeshSettings,
-        "distributed": DistributedSettings,
-        "compute": ComputeSettings,
-    }
-    built = dict(zip(classes, config.build(*classes.values()), strict=True))
-    read: list[type] = [*classes.values()]
-    built["engine"] = claim_gpus(built["engine"])
-    built["scratch"] = None
-    if built["model"].path is None:
-        read.append(ScratchSettings)
-        (built["scratch"],) = config.build(ScratchSettings)
-    config.refuse_unread(read)
-    distributed = built.pop("distributed")
-    settings = TrainConfig(**built)
+    settings, distributed = read_config(args.gin_file, args.gin_param)
+    settings = dataclasses.replace(settings, engine=claim_gpus(settings.engine))
     with joined(distributed, command.USER_ERRORS) as team:
         if team is None or team.leads:
             lead(settings, team)

@@ -5,13 +5,14 @@ would compile (its memory, its collectives) gets the very same ones.
 """
 
 import dataclasses
+import typing
 from typing import Any
 
 from jax.sharding import Mesh
 
 from manus_jax.algorithms.corrections import get_correction
 from manus_jax.algorithms.recipes import Recipe, get_recipe, policy_loss
-from manus_jax.config import ConfigError
+from manus_jax.config import ConfigError, build, parse, refuse_unread
 from manus_jax.learner import objectives
 from manus_jax.learner.learners import Design
 from manus_jax.learner.mesh import check_batch, check_model
@@ -25,6 +26,7 @@ from manus_jax.settings import (
     AlgorithmSettings,
     ComputeSettings,
     DataSettings,
+    DistributedSettings,
     EngineSettings,
     EnvSettings,
     MeshSettings,
@@ -67,6 +69,22 @@ class TrainConfig:
     optimizer: OptimizerSettings
     mesh: MeshSettings
     compute: ComputeSettings
+
+
+def read_config(files: list[str], params: list[str]) -> tuple[TrainConfig, DistributedSettings]:
+    """A run's settings from gin files and bindings; a binding that nobody reads is an error."""
+    parse(files, params)
+    hints = typing.get_type_hints(TrainConfig)
+    groups = {name: cls for name, cls in hints.items() if hasattr(cls, "gin_name")}
+    read: list[type] = [*groups.values(), DistributedSettings]
+    *settings, distributed = build(*read)
+    built = dict(zip(groups, settings, strict=True))
+    built["scratch"] = None
+    if built["model"].path is None:
+        read.append(ScratchSettings)
+        (built["scratch"],) = build(ScratchSettings)
+    refuse_unread(read)
+    return TrainConfig(**built), distributed
 
 
 def make_recipe(settings: AlgorithmSettings) -> Recipe:
