@@ -304,6 +304,9 @@ def _measured_traffic(
     for c in collectives:
         members: list[Any] = [devices[position] for position in c.group]
         speed = group_bandwidth(topology.chip, members, topology.shape, node) * efficiency.links
+        if c.kind == "collective-permute":
+            # XLA passes parts round a ring both ways at once: half of these go each way.
+            speed *= 2
         row = rows.setdefault((c.kind, len(c.group)), [0, 0.0, 0.0])
         for place, value in enumerate((c.times, c.wire_bytes, c.wire_bytes / speed)):
             row[place] += value
