@@ -7,11 +7,10 @@ inside a fusion: scanned layers read their own slice of the stacked parameters.
 
 from manus_jax.planning.hlo_text import Computation, Instruction, Module, Shape
 
-NO_TRAFFIC = {
+_NO_TRAFFIC = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional"),
-    *("call", "after-all", "partition-id", "replica-id", "iota", "copy-done", "async-start"),
-    *("async-done", "async-update", "optimization-barrier", "opt-barrier", "all-gather-done"),
-    *("all-reduce-done", "collective-permute-done", "call-start", "call-done", "add-dependency"),
+    *("call", "call-start", "async-start", "async-update", "after-all", "add-dependency"),
+    *("partition-id", "replica-id", "iota", "optimization-barrier", "opt-barrier"),
 }
 _SLICES = {"dynamic-slice", "slice", "gather"}
 # Steps of a collective that is under way: its own bytes are counted with the collective.
@@ -20,7 +19,11 @@ _UNDER_WAY = {"all-gather", "all-reduce", "custom-call"}
 
 def traffic(i: Instruction, computation: Computation, module: Module) -> float:
     """Bytes in main memory that one run of the instruction reads and writes."""
+    if i.opcode in _NO_TRAFFIC or i.opcode.endswith("-done"):
+        return 0.0
     operands = computation.operand_shapes(i)
+    if i.opcode == "slice-start":  # its result is (the whole, the slice, …)
+        return i.shapes[1].bytes + _main(i.shapes[1:2])
     if i.opcode in _SLICES:
         return 2 * _main(i.shapes)
     if i.opcode in ("dynamic-update-slice", "scatter"):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from manus_jax.planning.convolutions import product_flops
 from manus_jax.planning.hlo_text import Computation, Instruction, Module, parse
-from manus_jax.planning.memory_traffic import NO_TRAFFIC, traffic
+from manus_jax.planning.memory_traffic import traffic
 from manus_jax.planning.replica_groups import first_group
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -106,7 +106,7 @@ def module_costs(text: str, data_loops: Sequence[int], devices: int) -> ModuleCo
         elif i.attribute("custom_call_target") == '"tpu_custom_call"':
             names.append(i.name)
             kernels += times * splash_flops(i, run.computation)
-        if not run.fused and i.opcode not in NO_TRAFFIC and not _collective_kind(i):
+        if not run.fused and not _collective_kind(i):
             moved += times * traffic(i, run.computation, module)
     return ModuleCosts(products, kernels, moved, tuple(found), tuple(names))
 

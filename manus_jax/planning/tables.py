@@ -10,9 +10,6 @@ from rich.table import Table
 from manus_jax.planning.chips import GIB
 from manus_jax.planning.plans import Plan, UpdatePlan
 
-# Rows of a tile of bfloat16 numbers on a TPU.
-_TILE = 16
-
 
 def render(plan: Plan, width: int = 100) -> str:
     """The plan as it is printed: a heading, and a table for each update."""
@@ -24,8 +21,8 @@ def render(plan: Plan, width: int = 100) -> str:
         console.print(_table(update))
         console.print()
         console.print(_verdict(update))
-    if note := narrow_shards(plan):
-        console.print(note)
+        if note := whole_sums(update, plan.mesh["fsdp"] * plan.mesh["sequence"]):
+            console.print(note)
     console.print(_assumptions(plan))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
@@ -106,16 +103,16 @@ def _attention(update: UpdatePlan) -> str:
     return ", ".join(kinds)
 
 
-def narrow_shards(plan: Plan) -> str | None:
-    """What to say where a chip's part of a matrix does not fill tiles, or None."""
-    shards = plan.mesh["fsdp"] * plan.mesh["sequence"]
-    width = plan.arch.hidden_size // shards
-    if plan.topology.platform != "tpu" or shards == 1 or width % _TILE == 0:
+def whole_sums(update: UpdatePlan, shards: int) -> str | None:
+    """What to say where the compiler sums matrices whole that are split over `shards` chips."""
+    everything = sum(t.sent for t in update.traffic)
+    sent = sum(t.sent for t in update.traffic if t.kind == "all-reduce" and t.chips == shards)
+    if not update.compiled or sent < 0.25 * everything:
         return None
     return (
-        f"Hidden size {plan.arch.hidden_size} over {shards} chips leaves {width} to each, no "
-        f"multiple of {_TILE}: XLA then sums whole matrices over the links where it could gather "
-        "and scatter parts. A larger mesh.data makes the parts wider."
+        f"All-reduces over {shards} chips send {gigabytes(sent)}: the compiler sums matrices whole "
+        "there and keeps a part, where a reduce-scatter would send half. The same chips split "
+        "otherwise (mesh.data, mesh.tensor) may do better: plan it too."
     )
 
 

@@ -130,6 +130,17 @@ def test_arrays_in_the_chips_own_memory_cause_no_traffic():
         assert module_costs(text, (), 1).bytes == moved
 
 
+def test_a_slice_that_is_fetched_ahead_counts_by_itself():
+    text = """
+ENTRY %main (a: f32[100]) -> f32[10] {
+  %a = f32[100]{0} parameter(0)
+  %s = (f32[100]{0}, f32[10]{0:S(1)}, s32[]{:S(2)}) slice-start(%a), slice={[0:10]}
+  ROOT %d = f32[10]{0:S(1)} slice-done(%s)
+}
+"""
+    assert module_costs(text, (), 1).bytes == 40
+
+
 @pytest.mark.parametrize(
     ("left", "right", "out", "window", "labels", "flops"),
     [

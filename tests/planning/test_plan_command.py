@@ -1,18 +1,22 @@
 """`python -m manus_jax.plan`: GPU lowering, mistakes, and what would fit instead."""
 
-import json
+import dataclasses
 import subprocess
 import sys
 
 import pytest
-from planned_runs import TINY, arguments, planned, write_tiny
+from planned_runs import SETTINGS, arguments, planned, write_tiny
 
 from manus_jax import plan
 from manus_jax.config import ConfigError
 from manus_jax.learner.mesh import MeshError
 from manus_jax.models.architecture import ModelError
 from manus_jax.planning import topologies
+from manus_jax.planning.architectures import find_architecture
+from manus_jax.planning.plans import Traffic, make_plan
+from manus_jax.planning.tables import whole_sums
 from manus_jax.planning.topologies import TopologyError
+from manus_jax.runtime.designs import read_config
 
 
 @pytest.fixture
@@ -43,17 +47,20 @@ def test_without_libtpu_a_tpu_plan_is_an_estimate_and_says_what_to_install(
     assert "pip install 'manus-jax[plan]'" in captured.err
     (update,) = made["updates"]
     assert (update["source"], update["kernels"]) == ("estimated", ["splash"])
-    assert "no multiple of 16" not in captured.out
 
 
-def test_parts_of_matrices_that_fill_no_tile_are_told(tmp_path, tiny, capsys, monkeypatch):
-    monkeypatch.setattr(topologies, "has_tpu_compiler", lambda: False)
-    config = tmp_path / "narrow.json"
-    config.write_text(json.dumps({**TINY, "hidden_size": 64}))
-    plan.main(arguments("v5e:2x4", str(config)))
-    assert "Hidden size 64 over 8 chips leaves 8 to each" in " ".join(
-        capsys.readouterr().out.split()
+def test_sums_of_whole_matrices_are_told_where_they_are_much_of_the_traffic(tiny):
+    topology = topologies.find_topology("cuda:4x80GB")
+    config, _ = read_config([], [*SETTINGS])
+    (update,) = make_plan(config, find_architecture(tiny), topology).updates
+    gather, scatter = Traffic("all-gather", 4, 1, 2e9, 0.1), Traffic("reduce-scatter", 4, 1, 1e9, 0)
+    summed = Traffic("all-reduce", 4, 1, 2e9, 0.1)
+    said = lambda *traffic: whole_sums(
+        dataclasses.replace(update, compiled=True, traffic=traffic), shards=4
     )
+    assert said(gather, scatter) is None
+    assert said(gather, dataclasses.replace(summed, chips=2)) is None
+    assert "over 4 chips send 2.00 GB" in said(gather, summed)
 
 
 def test_settings_that_do_not_fit_come_with_the_nearest_that_do(tmp_path, capsys):
