@@ -5,7 +5,7 @@ from pathlib import Path
 
 from manus_jax import command, config
 from manus_jax.models import huggingface
-from manus_jax.rollout.vllm_options import claim_gpus
+from manus_jax.rollout.vllm_options import check_gpus_of_many, claim_gpus
 from manus_jax.runtime.assembly import open_trainer
 from manus_jax.runtime.closing import print_closing
 from manus_jax.runtime.designs import TrainConfig, read_config
@@ -21,6 +21,8 @@ def main(arguments: list[str]) -> None:
     settings, distributed = read_config(args.gin_file, args.gin_param)
     settings = dataclasses.replace(settings, engine=claim_gpus(settings.engine))
     with joined(distributed, command.USER_ERRORS) as team:
+        if team is not None:
+            check_gpus_of_many(settings.engine)
         if team is None or team.leads:
             lead(settings, team)
         else:

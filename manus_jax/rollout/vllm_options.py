@@ -152,6 +152,16 @@ def claim_gpus(engine: EngineSettings) -> EngineSettings:
     return dataclasses.replace(engine, options={**engine.options, "gpus": split.taken})
 
 
+def check_gpus_of_many(engine: EngineSettings) -> None:
+    """EngineError where a job of several processes would split the GPUs of one machine."""
+    if engine.name == "vllm" and parse_options(engine.options).gpus is not None:
+        raise EngineError(
+            "engine.options: gpus splits one machine between one learner process and vLLM; where "
+            "several processes learn together, start the servers apart (scripts/serve_vllm.sh) and "
+            "give their urls or an address_file"
+        )
+
+
 def open_vllm(
     card: ModelCard | None,
     params: Any,
