@@ -3,17 +3,19 @@
 The same command on the same directory goes on where the run stopped. A directory that belongs to
 another configuration is refused, with what differs. Settings that only say how long to run, how
 often to save, on which devices and hosts or where the servers are may change between two starts.
-Of several processes only the first writes here; the others know where things are.
+Of several processes only the first writes here; the others know where things are. Two commands do
+not write to one directory at a time: the second is refused.
 """
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 
@@ -40,6 +42,7 @@ class RunDirectory:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(self.path)
             config = self.path / "config.gin"
             if config.exists():
                 _refuse_changes(config.read_text(), operative_config, self.path)
@@ -91,6 +94,20 @@ class RunDirectory:
             return
         kept = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
         write_atomically(self._metrics, "".join(kept))
+
+
+def _lock(path: Path) -> TextIO:
+    """An open file whose lock keeps other processes out; it goes with the file, or a `kill -9`."""
+    file = (path / ".lock").open("a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise RunDirectoryError(
+                f"another process is at work in {path}: wait for its end, or choose another run_dir"
+            ) from None
+        # Some file systems have no locks; then nothing is known of others.
+    return file
 
 
 @contextlib.contextmanager

@@ -1,5 +1,8 @@
 """A run directory: what may change between two starts of one run, and what may not."""
 
+import subprocess
+import sys
+
 import pytest
 
 from manus_jax.runtime.run_directory import RunDirectory, RunDirectoryError
@@ -40,3 +43,18 @@ def test_what_is_learned_may_not(tmp_path, old, new, named):
     with pytest.raises(RunDirectoryError, match=named):
         RunDirectory(tmp_path / "run", CONFIG.replace(old, new))
     assert (tmp_path / "run" / "config.gin").read_text() == CONFIG
+
+
+def test_two_processes_do_not_write_to_one_run_and_a_killed_one_leaves_it_free(tmp_path):
+    code = (
+        "import sys, time; from manus_jax.runtime.run_directory import RunDirectory\n"
+        "held = RunDirectory(sys.argv[1], ''); print('held', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path / "run"], stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(RunDirectoryError, match="another process is at work in "):
+            RunDirectory(tmp_path / "run", CONFIG)
+        other.kill()
+    RunDirectory(tmp_path / "run", "")
