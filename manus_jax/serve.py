@@ -120,6 +120,9 @@ def server_environment(python: str, api_key: str | None, gpus: str | None) -> di
         environment.setdefault(ORDER_VARIABLE, "PCI_BUS_ID")
     environment.setdefault("HF_HUB_OFFLINE", "1")
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # While the learner learns nobody asks. After vLLM's 5 s connections would close just as a
+    # request is sent, and it would count as failed and be sent again.
+    environment.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "600")
     home = Path(__file__).resolve().parent.parent
     # From a source tree vLLM's interpreter can import this package as it lies. The packages beside
     # an installed one are another environment's, and must stay there.

@@ -85,6 +85,7 @@ def test_the_command_is_vllms_server_with_what_learning_needs(tmp_path):
     assert "--enable-scale-out" in called
     assert called[-2:] == ["--seed", "4"]
     assert given_environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert int(given_environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) >= 60
     assert given_environment["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
