@@ -9,8 +9,10 @@ over devices and laid out. All of it is loaded: vLLM would leave the rest of a f
 Runs in vLLM's environment, without JAX.
 """
 
+import contextlib
 import dataclasses
 import json
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +25,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -105,12 +110,14 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         state = self.fetched()
         if self._mirror is None or state["busy"] or self._mirror.held != wanted:
             raise ValueError(f"version {wanted.number} was not fetched before its update: {state}")
-        self.model.load_weights(_tensors(self._mirror))
+        with _all_cores(self.device):
+            self.model.load_weights(_tensors(self._mirror))
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type == "cpu":
-            _repack_heads(self.model)
+        with _all_cores(self.device):
+            finalize_layerwise_reload(self.model, self.model_config)
+            if self.device.type == "cpu":
+                _repack_heads(self.model)
 
     def shutdown(self) -> None:
         if self._mirror is not None:
@@ -146,9 +153,33 @@ def as_tensor(raw: np.ndarray, spec: TensorSpec) -> torch.Tensor:
     return torch.from_numpy(np.asarray(raw)).view(_DTYPES[spec.dtype]).reshape(spec.shape)
 
 
+@contextlib.contextmanager
+def _all_cores(device: torch.device) -> Iterator[None]:
+    """On CPU, where a server may be held to few threads: while it is paused the others are idle."""
+    if device.type != "cpu":
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _repack_heads(model: torch.nn.Module) -> None:
     """On CPU an LM head multiplies with a packed copy of its weights. Where it shares them with the
-    embedding, vLLM loads the embedding and keeps the old copy."""
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
+    embedding, vLLM loads and packs the embedding, and the head keeps its old copy."""
+    embeddings = [
+        m
+        for m in model.modules()
+        if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)
+    ]
+    for head in model.modules():
+        if not isinstance(head, ParallelLMHead):
+            continue
+        tied = next((e for e in embeddings if e.weight is head.weight), None)
+        if tied is not None and hasattr(tied, "cpu_linear"):
+            head.cpu_linear = tied.cpu_linear
+        else:
+            head.quant_method.process_weights_after_loading(head)
