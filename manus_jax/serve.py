@@ -123,8 +123,6 @@ def server_environment(python: str, api_key: str | None, gpus: str | None) -> di
     # While the learner learns nobody asks. After vLLM's 5 s connections would close just as a
     # request is sent, and it would count as failed and be sent again.
     environment.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "600")
-    # New weights go into fresh memory; in pages of 4 KB most of that time would be page faults.
-    environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     home = Path(__file__).resolve().parent.parent
     # From a source tree vLLM's interpreter can import this package as it lies. The packages beside
     # an installed one are another environment's, and must stay there.

@@ -9,10 +9,8 @@ over devices and laid out. All of it is loaded: vLLM would leave the rest of a f
 Runs in vLLM's environment, without JAX.
 """
 
-import contextlib
 import dataclasses
 import json
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,14 +108,12 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         state = self.fetched()
         if self._mirror is None or state["busy"] or self._mirror.held != wanted:
             raise ValueError(f"version {wanted.number} was not fetched before its update: {state}")
-        with _all_cores(self.device):
-            self.model.load_weights(_tensors(self._mirror))
+        self.model.load_weights(_tensors(self._mirror))
 
     def finish_weight_update(self) -> None:
-        with _all_cores(self.device):
-            finalize_layerwise_reload(self.model, self.model_config)
-            if self.device.type == "cpu":
-                _repack_heads(self.model)
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            _repack_heads(self.model)
 
     def shutdown(self) -> None:
         if self._mirror is not None:
@@ -151,20 +147,6 @@ def _tensors(mirror: Mirror) -> Iterator[tuple[str, torch.Tensor]]:
 def as_tensor(raw: np.ndarray, spec: TensorSpec) -> torch.Tensor:
     """Bytes `[bytes]` as a tensor of its own type and shape; a view."""
     return torch.from_numpy(np.asarray(raw)).view(_DTYPES[spec.dtype]).reshape(spec.shape)
-
-
-@contextlib.contextmanager
-def _all_cores(device: torch.device) -> Iterator[None]:
-    """On CPU, where a server may be held to few threads: while it is paused the others are idle."""
-    if device.type != "cpu":
-        yield
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _repack_heads(model: torch.nn.Module) -> None:
