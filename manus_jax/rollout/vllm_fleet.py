@@ -189,16 +189,19 @@ class Fleet:
     def problem_of(self, member: Member) -> str | None:
         """What is wrong with a server that should serve."""
         with member.loading:
-            try:
-                member.server.check_health()
-                label = member.server.weight_label()
-            except ServerFailure as error:
-                return str(error)
-            if member.held is not None and label != label_of(member.held):
-                return (
-                    f"{member.state.url} was started again: it holds weights {label!r} and was "
-                    f"given {label_of(member.held)!r}"
-                )
+            return self._problem(member)
+
+    def _problem(self, member: Member) -> str | None:
+        try:
+            member.server.check_health()
+            label = member.server.weight_label()
+        except ServerFailure as error:
+            return str(error)
+        if member.held is not None and label != label_of(member.held):
+            return (
+                f"{member.state.url} was started again: it holds weights {label!r} and was "
+                f"given {label_of(member.held)!r}"
+            )
         return None
 
     def close(self) -> None:
@@ -213,21 +216,33 @@ class Fleet:
         """Into service with the current weights, or put aside."""
         with member.loading:
             try:
-                info = member.server.info()
-                self._check_fit(member.server, info)
-                while not self._in_service(member, self._load(member), info.max_requests):
+                capacity, label = self._examine(member)
+                while not self._in_service(member, self._load(member, label), capacity):
                     pass
             except ServerFailure as error:
                 with self._change:
                     member.misfit = isinstance(error, ServerMisfit)
                     self.put_aside(member, str(error))
 
-    def _load(self, member: Member) -> Identity | None:
+    def _examine(self, member: Member) -> tuple[int, str]:
+        """What it works on at once, and the label of its weights; ServerFailure if it does not
+        fit. One that is in service, with the weights that it was given, is what it was."""
+        label = member.server.weight_label() if member.state.ready else None
+        if label is not None and member.held is not None and label == label_of(member.held):
+            return member.state.capacity, label
+        info = member.server.info()
+        self._check_fit(member.server, info)
+        return info.max_requests, member.server.weight_label()
+
+    def _load(self, member: Member, label: str) -> Identity | None:
         target = self._target
-        if target is not None and self._root is not None:
-            paused = member.server.load(self._root, target)
-            member.counters.paused_seconds += paused
-            member.counters.updates += paused > 0
+        if target is None or self._root is None:
+            return target
+        if label == label_of(target):
+            member.server.resume()
+        else:
+            member.counters.paused_seconds += member.server.load(self._root, target)
+            member.counters.updates += 1
         return target
 
     def _in_service(self, member: Member, loaded: Identity | None, capacity: int) -> bool:
@@ -282,11 +297,15 @@ class Fleet:
                     self._change.wait(0.05)
 
     def _look_at(self, member: Member) -> None:
-        problem = self.problem_of(member)
+        """Without the lock on its weights: an update must not wait for this, and tells itself what
+        is wrong."""
+        held = member.held
+        problem = self._problem(member)
         with contextlib.suppress(ServerFailure):  # numbers to look at; it serves without them
             member.cache = member.server.prefix_cache()
         with self._change:
-            if problem is not None and member.state.ready:
+            updated = member.loading.locked() or member.held is not held
+            if problem is not None and member.state.ready and not updated:
                 self.put_aside(member, problem)
 
 

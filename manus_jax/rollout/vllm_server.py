@@ -192,9 +192,6 @@ class VllmServer:
         All reading and checking comes first. Then generations in flight are frozen, the weights are
         swapped, what was cached of the old ones is dropped, and generations go on.
         """
-        if self.weight_label() == label_of(identity):
-            self._call("POST", "/resume", self._timeouts.update)
-            return 0.0
         self._fetch(root, identity)
         began = time.monotonic()
         update = self._timeouts.update
@@ -203,8 +200,12 @@ class VllmServer:
         self._call("POST", "/update_weights", update, {"update_info": dataclasses.asdict(identity)})
         self._call("POST", "/finish_weight_update", update, {"weight_version": label_of(identity)})
         self._call("POST", "/reset_prefix_cache?reset_running_requests=true", update)
-        self._call("POST", "/resume", update)
+        self.resume()
         return time.monotonic() - began
+
+    def resume(self) -> None:
+        """Generations go on, if they were frozen."""
+        self._call("POST", "/resume", self._timeouts.update)
 
     def _fetch(self, root: Path, identity: Identity) -> None:
         where = {"directory": str(root.absolute()), "number": identity.number}
@@ -224,7 +225,7 @@ class VllmServer:
                     f"{self.url} did not read version {identity.number} in "
                     f"{self._timeouts.fetch:g} s"
                 )
-            time.sleep(0.02)
+            time.sleep(0.05)
         if any(worker["held"] != dataclasses.asdict(identity) for worker in workers):
             raise ServerFailure(f"{self.url} read another version {identity.number} in {root}")
 

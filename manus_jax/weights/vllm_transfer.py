@@ -6,11 +6,16 @@ brings the mirror to a version, so that reading and checking cost no generation 
 nothing that is wrong with the files can reach the model. Inside vLLM's own update (start, update,
 finish) the mirror is loaded through the model's loaders, which know how tensors are fused, split
 over devices and laid out. All of it is loaded: vLLM would leave the rest of a fused tensor empty.
-Runs in vLLM's environment, without JAX.
+
+On CPU that takes long, since every matrix is packed anew, so it is done by the thread too, into a
+twin of the model, and the update only exchanges the two. The server then needs room for the weights
+twice; with `MANUS_JAX_STAGE_WEIGHTS=0` it does not. Runs in vLLM's environment, without JAX.
 """
 
+import copy
 import dataclasses
 import json
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,10 +32,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.model_loader.reload import (
+from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
+    get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 
 from manus_jax.weights.manifest import Identity, TensorSpec, WeightsError
 from manus_jax.weights.mirror import Mirror
@@ -62,6 +69,10 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        wanted = os.environ.get("MANUS_JAX_STAGE_WEIGHTS", "1") != "0"
+        self._stages = wanted and self.device.type == "cpu"
+        self._twin: torch.nn.Module | None = None
+        self._staged = False  # the twin holds the mirror's version
         self._mirror: Mirror | None = None
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
@@ -73,7 +84,7 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         """Begins to bring the mirror to a version; a fetch under way is waited for first."""
         if self._thread is not None:
             self._thread.join()
-        self._problem = None
+        self._problem, self._staged = None, False
         arguments = (Path(directory), number)
         self._thread = threading.Thread(target=self._fetch, args=arguments, daemon=True)
         self._thread.start()
@@ -83,8 +94,15 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             if self._mirror is None:
                 self._mirror = Mirror()
             self._mirror.advance(directory, number)
+            if self._stages:
+                if self._twin is None:
+                    self._twin = _twin_of(self.model)
+                self._load_into(self._twin)
+                self._staged = True
         except (WeightsError, OSError) as error:
             self._problem = str(error)
+        except Exception as error:  # of vLLM's loaders; nobody else would tell of it
+            self._problem = repr(error)
 
     def fetched(self) -> dict[str, Any]:
         """`busy`, what went wrong (`error`), and the version that is held."""
@@ -96,7 +114,7 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         }
 
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        pass
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -108,12 +126,22 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         state = self.fetched()
         if self._mirror is None or state["busy"] or self._mirror.held != wanted:
             raise ValueError(f"version {wanted.number} was not fetched before its update: {state}")
-        self.model.load_weights(_tensors(self._mirror))
+        if self._twin is not None and self._staged:
+            _become(self.model, self._twin)
+        else:
+            self._load_into(self.model)
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        pass
+
+    @torch.no_grad()
+    def _load_into(self, model: torch.nn.Module) -> None:
+        assert self._mirror is not None
+        initialize_layerwise_reload(model)
+        model.load_weights(_tensors(self._mirror))  # type: ignore[operator]
+        finalize_layerwise_reload(model, self.model_config)
         if self.device.type == "cpu":
-            _repack_heads(self.model)
+            _repack_heads(model)
 
     def shutdown(self) -> None:
         if self._mirror is not None:
@@ -147,6 +175,50 @@ def _tensors(mirror: Mirror) -> Iterator[tuple[str, torch.Tensor]]:
 def as_tensor(raw: np.ndarray, spec: TensorSpec) -> torch.Tensor:
     """Bytes `[bytes]` as a tensor of its own type and shape; a view."""
     return torch.from_numpy(np.asarray(raw)).view(_DTYPES[spec.dtype]).reshape(spec.shape)
+
+
+@torch.no_grad()
+def _twin_of(model: torch.nn.Module) -> torch.nn.Module:
+    """The same modules with tensors of their own."""
+    tensors: dict[torch.Tensor | None, torch.Tensor | None] = {None: None}
+
+    def own(named: dict[str, Any]) -> dict[str, Any]:
+        for tensor in named.values():
+            if tensor not in tensors:  # those that modules share stay shared
+                tensors[tensor] = twin = tensor.data.clone()
+                twin.__class__ = tensor.__class__
+                twin.__dict__ = tensor.__dict__.copy()
+        return {name: tensors[tensor] for name, tensor in named.items()}
+
+    modules: dict[Any, Any] = {None: None}
+    for module in model.modules():
+        modules[module] = twin = copy.copy(module)
+        twin._parameters, twin._buffers = own(module._parameters), own(module._buffers)
+        twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        known, info = get_layerwise_info(module), get_layerwise_info(twin)
+        info.restore_device = known.restore_device
+        # Copies, since they come to refer to the module that is loaded.
+        parameters, buffers = (
+            {name: to_meta_tensor(tensor) for name, tensor in named.items()}
+            for named in known.restore_metadata
+        )
+        info.restore_metadata = (parameters, buffers)
+    for module in model.modules():
+        children = module._modules.items()
+        modules[module]._modules = {name: modules[child] for name, child in children}
+    return modules[model]
+
+
+@torch.no_grad()
+def _become(model: torch.nn.Module, twin: torch.nn.Module) -> None:
+    """Takes over the twin's tensors, in place, and its packed matrices."""
+    for named in ("named_parameters", "named_buffers"):
+        new = dict(getattr(twin, named)())
+        for name, tensor in getattr(model, named)():
+            tensor.data.copy_(new[name].data)
+    for module, other in zip(model.modules(), twin.modules(), strict=True):
+        if "cpu_linear" in vars(other):
+            module.cpu_linear = other.cpu_linear
 
 
 def _repack_heads(model: torch.nn.Module) -> None:

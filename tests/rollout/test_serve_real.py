@@ -42,7 +42,7 @@ RIGHT = {"Authorization": f"Bearer {KEY}"}
 class Served:
     """A real server, in a process group of its own and with an address file of its own."""
 
-    def __init__(self, root, name, model):
+    def __init__(self, root, name, model, **environment):
         self.addresses, self.log = root / f"addresses-{name}", root / f"log-{name}"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -55,7 +55,7 @@ class Served:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
-                env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+                env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", **environment},
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -88,7 +88,8 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(root):
-    servers = [Served(root, name, root / "model") for name in "ab"]
+    in_the_pause = {"MANUS_JAX_STAGE_WEIGHTS": "0"}
+    servers = [Served(root, "a", root / "model"), Served(root, "b", root / "model", **in_the_pause)]
     for server in servers:
         server.await_ready()
     yield servers
@@ -181,6 +182,18 @@ def test_a_server_that_comes_into_the_file_gets_the_weights_and_serves(servers, 
     assert all(numbers[f"server/{s.url.removeprefix('http://')}/requests"] for s in servers)
 
 
+def test_weights_prepared_beside_a_server_are_those_that_it_would_load_in_the_pause(servers, pool):
+    for version in (1, 2):
+        pool.update_weights(init_params(Transformer, ARCH, Compute(), 10 + version), version)
+        made = []
+        for server in servers:
+            client = VllmServer(server.url, api_key=KEY)
+            client.info()
+            made.append(client.generate(ask("the same"), f"same-{version}", None))
+        assert made[0].versions == (version,) * 16
+        assert made[0] == made[1]
+
+
 def test_episodes_of_a_server_that_is_killed_are_finished_by_another(servers, pool):
     _, second = servers
     futures = [pool.submit(ask(f"episode {n}", tokens=450)) for n in range(6)]
@@ -190,7 +203,7 @@ def test_episodes_of_a_server_that_is_killed_are_finished_by_another(servers, po
     second.kill()
     for made in [future.result(300) for future in futures]:
         assert len(made.token_ids) == 450
-        assert set(made.versions) == {0}
+        assert set(made.versions) == {pool.version}
     assert pool.metrics()["sessions_moved"] > 0
     assert pool.metrics()["servers_ready"] == 1
 
