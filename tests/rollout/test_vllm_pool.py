@@ -368,6 +368,25 @@ def test_a_server_of_the_same_model_serves_and_one_of_another_is_named(tmp_path)
     server.close()
 
 
+def test_an_update_examines_a_server_again_if_it_was_started_again(tmp_path):
+    """Before the next look at it, which is far away."""
+    server = LoopbackServer(tmp_path)
+    server.config = dict(CARD.config)
+    settings = dataclasses.replace(SETTINGS, check_every=3600.0)
+    expected = {"model": CARD.architecture, "settings": settings}
+    pool = VllmPool([server.url], 64, **published(tmp_path), **expected)
+    server.calls.clear()
+    pool.update_weights(changed(model(), 0.5, 1), 4)
+    assert "/server_info" not in server.calls
+    server.restart()
+    server.config["rms_norm_eps"] = 1e-3
+    with pytest.raises(EngineError, match=r"serves another model .*norm_eps is 0\.001"):
+        pool.update_weights(changed(model(), 0.5, 2), 5)
+    assert server.label == "default"
+    pool.close()
+    server.close()
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
