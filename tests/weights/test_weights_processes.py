@@ -1,15 +1,17 @@
-"""A learner of several processes publishes what one would."""
+"""A learner of several processes publishes what one would: all of them in step, or one that leads
+while the others take part."""
 
 import os
 import socket
 import subprocess
 import sys
 
+import pytest
 from published_models import copies, exported, model
 
 from manus_jax.weights.mirror import Mirror
 
-_PROCESS = """
+_IN_STEP = """
 import sys
 from pathlib import Path
 import jax
@@ -33,8 +35,44 @@ assert (published is None) == (jax.process_index() == 1)
 publisher.close()
 """
 
+_LED = """
+import sys
+from pathlib import Path
+import jax
+import numpy as np
+from manus_jax.runtime.distributed import joined
+from manus_jax.settings import DistributedSettings
 
-def test_tensors_that_lie_on_two_hosts_are_published_whole(tmp_path):
+settings = DistributedSettings(coordinator=sys.argv[1], processes=2, process_id=int(sys.argv[2]))
+with joined(settings, ()) as team:
+    from published_models import ARCH, CARD, model
+    from manus_jax.learner.mesh import make_mesh, param_shardings
+    from manus_jax.models.transformer import Compute, Transformer, abstract_model
+    from manus_jax.weights.host_tensors import gathered, spread
+    from manus_jax.weights.publisher import Publisher
+
+    params = jax.tree.map(np.asarray, model())
+    _, shapes = abstract_model(Transformer, ARCH, Compute())
+    shardings = param_shardings(shapes, make_mesh(1, 2, 1))
+    place = lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index])
+    placed = jax.tree.map(place, params, shardings)
+    if team.leads:
+        publisher = Publisher(Path(sys.argv[3]), CARD)
+        publisher.publish(spread(placed, team.together), 5)
+        publisher.close()
+        with team.together(do="stop"):
+            pass
+    else:
+        for command in team.commands():
+            if command["do"] == "stop":
+                break
+            path, layer = tuple(command["path"]), command["layer"]
+            gathered(placed, path, layer, np.dtype(command["dtype"]))
+"""
+
+
+@pytest.mark.parametrize("program", [_IN_STEP, _LED], ids=["in step", "led"])
+def test_tensors_that_lie_on_two_processes_are_published_whole(tmp_path, program):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -42,7 +80,7 @@ def test_tensors_that_lie_on_two_hosts_are_published_whole(tmp_path):
     environment = {**os.environ, "PYTHONPATH": here, "XLA_FLAGS": ""}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", _PROCESS, address, str(number), str(tmp_path / "weights")],
+            [sys.executable, "-c", program, address, str(number), str(tmp_path / "weights")],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
@@ -50,7 +88,7 @@ def test_tensors_that_lie_on_two_hosts_are_published_whole(tmp_path):
         for number in range(2)
     ]
     for process in processes:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors[-2000:]
     mirror = Mirror(tmp_path)
     mirror.advance(tmp_path / "weights", 5)
