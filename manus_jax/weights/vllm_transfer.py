@@ -135,10 +135,10 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         pass
 
     @torch.no_grad()
-    def _load_into(self, model: torch.nn.Module) -> None:
+    def _load_into(self, model: Any) -> None:
         assert self._mirror is not None
         initialize_layerwise_reload(model)
-        model.load_weights(_tensors(self._mirror))  # type: ignore[operator]
+        model.load_weights(_tensors(self._mirror))
         finalize_layerwise_reload(model, self.model_config)
         if self.device.type == "cpu":
             _repack_heads(model)
