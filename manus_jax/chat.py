@@ -4,7 +4,7 @@ The idea: tokens only ever grow. A prompt is what the template adds as text sinc
 ended, tokenized on its own and appended; a turn of the assistant is what the model would sample, up
 to and including its end-of-turn token. So the ids trained on are the ids a sampler sees and
 produces, turn by turn, and nothing is decoded and tokenized again. `ChatStream` gives the pieces to
-a rollout; `encode_conversation` strings them together for supervised training.
+a rollout; `ChatStream.encode` strings them together for supervised training.
 
 Left out: tools in the template, images, and control tokens spelled out inside a message's text,
 which the tokenizer reads as control tokens, as it does everywhere else.
@@ -135,7 +135,12 @@ class ChatStream:
     def encode(
         self, messages: Sequence[Message], name: str = "conversation"
     ) -> EncodedConversation:
-        """See `encode_conversation`."""
+        """Tokens and loss mask of a whole conversation, as its turns would have been sampled.
+
+        All before the first trained turn is one opening prompt, as `start` gives it. The mask
+        covers what the model must sample: a trained turn's text and its end-of-turn token, not
+        what the template writes after that. `name` is how errors call this conversation.
+        """
         turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
         trained = [i for i in turns if messages[i].train]
         if not trained:
@@ -209,18 +214,6 @@ class ChatStream:
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
         return self._tokenizer(texts, add_special_tokens=False)["input_ids"]
-
-
-def encode_conversation(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], name: str = "conversation"
-) -> EncodedConversation:
-    """Tokens and loss mask of a whole conversation, as its turns would have been sampled.
-
-    All before the first trained turn is one opening prompt, as `ChatStream.start` gives it. The
-    mask covers what the model must sample: a trained turn's text and its end-of-turn token, not
-    what the template writes after that. `name` is how errors call this conversation.
-    """
-    return ChatStream(tokenizer).encode(messages, name)
 
 
 def train_tokenizer(

@@ -14,7 +14,6 @@ from manus_jax.chat import (
     ChatTemplateError,
     ConversationError,
     Message,
-    encode_conversation,
     message_from_record,
     train_tokenizer,
 )
@@ -150,7 +149,7 @@ def test_records_that_are_no_message_say_why(record, error):
 
 
 def test_chatml_tokens_are_the_template_and_the_mask_is_the_agent_with_its_end(chatml):
-    encoded = encode_conversation(chatml, EPISODE)
+    encoded = ChatStream(chatml).encode(EPISODE)
     assert chatml.decode(encoded.input_ids) == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
         "<|im_start|>user\nYou are given few useful crafting recipes.<|im_end|>\n"
@@ -168,7 +167,7 @@ def test_chatml_tokens_are_the_template_and_the_mask_is_the_agent_with_its_end(c
 
 
 def test_llama3_tokens_and_mask(llama3):
-    encoded = encode_conversation(llama3, [user(" Goal "), agent(" get 1 "), user("Got")])
+    encoded = ChatStream(llama3).encode([user(" Goal "), agent(" get 1 "), user("Got")])
     assert llama3.decode(encoded.input_ids) == (
         "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nGoal<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\nget 1<|eot_id|>"
@@ -178,7 +177,7 @@ def test_llama3_tokens_and_mask(llama3):
 
 
 def test_turn_ends_point_at_the_end_of_turn_tokens(chatml):
-    encoded = encode_conversation(chatml, [*EPISODE, user("Got"), agent("Done", False), user("x")])
+    encoded = ChatStream(chatml).encode([*EPISODE, user("Got"), agent("Done", False), user("x")])
     assert len(encoded.turn_ends) == 3
     stop = chatml.convert_tokens_to_ids("<|im_end|>")
     assert encoded.input_ids[list(encoded.turn_ends)].tolist() == [stop] * 3
@@ -188,7 +187,7 @@ def test_turn_ends_point_at_the_end_of_turn_tokens(chatml):
 
 def test_whitespace_before_the_end_of_turn_token_is_sampled_too():
     tokenizer = byte_level(LLAMA2, ["<|startoftext|>", "</s>"], "</s>")
-    encoded = encode_conversation(tokenizer, [user("a"), agent("b"), user("c"), agent("d")])
+    encoded = ChatStream(tokenizer).encode([user("a"), agent("b"), user("c"), agent("d")])
     assert tokenizer.decode(encoded.input_ids) == (
         "<|startoftext|>[INST] a [/INST] b </s><|startoftext|>[INST] c [/INST] d </s>"
     )
@@ -199,7 +198,7 @@ def test_text_that_would_merge_across_the_boundary_stays_apart(chatml):
     one_shot = chatml("<|im_start|>assistant\n\n\nx", add_special_tokens=False)["input_ids"]
     prompt = chatml("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
     assert one_shot[: len(prompt)] != prompt, "this text is one that merges"
-    encoded = encode_conversation(chatml, [user("go"), agent("\n\nx")])
+    encoded = ChatStream(chatml).encode([user("go"), agent("\n\nx")])
     sampled = chatml("\n\nx<|im_end|>", add_special_tokens=False)["input_ids"]
     assert encoded.input_ids[-len(sampled) :].tolist() == sampled
     assert encoded.loss_mask.sum() == len(sampled)
@@ -234,7 +233,7 @@ def test_encoding_equals_a_rollout_that_samples_the_same_turns(
             more = stream.extend(sampled, [user(seen)])
             ids, mask = ids + more, mask + [False] * len(more)
             messages.append(user(seen))
-    encoded = encode_conversation(tokenizer, messages)
+    encoded = ChatStream(tokenizer).encode(messages)
     assert encoded.input_ids.tolist() == ids
     assert encoded.loss_mask.tolist() == mask
 
@@ -243,7 +242,7 @@ def test_the_end_of_turn_is_found_where_eos_is_another_token():
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     base = byte_level(QWEN25, special, "<|endoftext|>")
     assert ChatStream(base).stop_id == base.convert_tokens_to_ids("<|im_end|>")
-    encoded = encode_conversation(base, [user("a"), agent("b")])
+    encoded = ChatStream(base).encode([user("a"), agent("b")])
     assert base.decode(encoded.input_ids[encoded.loss_mask]) == "b<|im_end|>"
 
 
@@ -259,7 +258,7 @@ def test_real_conversations_train_on_what_the_agent_said_and_nothing_else(name):
     tokenizer = train_tokenizer([turn["value"] for row in rows for turn in row], 600)
     names = {"human": "user", "gpt": "assistant"}
     for row in rows:
-        encoded = encode_conversation(tokenizer, [message_from_record(turn) for turn in row])
+        encoded = ChatStream(tokenizer).encode([message_from_record(turn) for turn in row])
         whole = "".join(
             f"<|im_start|>{names[turn['from']]}\n{turn['value']}<|im_end|>\n" for turn in row
         )
@@ -309,13 +308,13 @@ def test_a_template_that_rewrites_history_is_refused_by_turn(thinking):
     with pytest.raises(
         ChatTemplateError, match=r"row 7: .*rewrites history: message 3 \(assistant\).*message 5"
     ):
-        encode_conversation(thinking, EPISODE, name="row 7")
+        ChatStream(thinking).encode(EPISODE, name="row 7")
     with pytest.raises(ChatTemplateError, match=r"rewrites history: message 1 .*message 2 follows"):
-        encode_conversation(thinking, [user("a"), agent("b"), user("c")])
+        ChatStream(thinking).encode([user("a"), agent("b"), user("c")])
 
 
 def test_such_a_template_still_serves_one_trained_turn_and_rollouts(thinking):
-    encoded = encode_conversation(thinking, EPISODE[:4])
+    encoded = ChatStream(thinking).encode(EPISODE[:4])
     assert thinking.decode(encoded.input_ids[encoded.loss_mask]) == (
         "<think>\n\n</think>\n\nThought:\nLook.\n\nAction:\ninventory<|im_end|>"
     )
@@ -330,7 +329,7 @@ def test_such_a_template_still_serves_one_trained_turn_and_rollouts(thinking):
 def test_no_chat_template_is_an_error(chatml):
     bare = byte_level(None, ["</s>"], "</s>")
     with pytest.raises(ChatTemplateError, match="has no chat template"):
-        encode_conversation(bare, EPISODE)
+        ChatStream(bare).encode(EPISODE)
 
 
 def test_a_template_without_end_of_turn_token_is_an_error():
@@ -362,7 +361,7 @@ def test_a_template_that_drops_the_assistant_is_an_error():
 )
 def test_conversations_with_nothing_to_train_name_the_row(chatml, messages, error):
     with pytest.raises(ConversationError, match=error):
-        encode_conversation(chatml, messages, name="row 3")
+        ChatStream(chatml).encode(messages, name="row 3")
 
 
 # a tokenizer of one's own
@@ -377,7 +376,7 @@ def test_a_trained_tokenizer_survives_saving_and_is_deterministic(tmp_path):
     assert loaded.pad_token_id != loaded.eos_token_id
     text = "Thought: größer 好 \t\n\n  x<|im_end|>"
     assert loaded.decode(loaded(text)["input_ids"]) == text
-    before, after = encode_conversation(made, EPISODE), encode_conversation(loaded, EPISODE)
+    before, after = ChatStream(made).encode(EPISODE), ChatStream(loaded).encode(EPISODE)
     assert before.input_ids.tolist() == after.input_ids.tolist()
     assert loaded.decode(ChatStream(loaded).start([user("hi")])) == (
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"

@@ -1,9 +1,9 @@
 """What the agent is told before the first observation, for every environment, as data.
 
 The one idea: a prompt has four parts (what the game is, what actions there are, an example, the
-form of an answer), and only the last depends on the parser. Environments that take a parsed action
-ask for ReAct here, and may be asked in another form; those whose server parses the model's text
-(`EnvironmentRow.sends_text`) can be answered in their own form alone.
+form of an answer), and only the last depends on the parser, which brings it (`rollout.actions`).
+Environments that take a parsed action may be answered in any form; those whose server parses the
+model's text (`EnvironmentRow.sends_text`) in their own alone.
 """
 
 from dataclasses import dataclass
@@ -62,7 +62,6 @@ class EnvironmentPrompt:
     instruction: str
     actions: tuple[str, ...]
     examples: tuple[Example, ...]
-    answer_form: str = REACT
 
 
 _FINISH = "finish(answer): end the task with its answer: a text, a number or a list"
@@ -208,7 +207,6 @@ PROMPTS: dict[str, EnvironmentPrompt] = {
                 "```sql\nSELECT COUNT(*) FROM item\n```",
             ),
         ),
-        SQL_BLOCK,
     ),
     "webshop": EnvironmentPrompt(
         "You shop on a website. The observation gives the buyer's wish and the page you are on: "
@@ -251,7 +249,6 @@ PROMPTS: dict[str, EnvironmentPrompt] = {
                 "```type [164] [restaurants near the zoo] [1]```",
             ),
         ),
-        FENCED,
     ),
     "searchqa": EnvironmentPrompt(
         "You answer a question of knowledge. You may look for passages as often as you need before "
@@ -264,7 +261,6 @@ PROMPTS: dict[str, EnvironmentPrompt] = {
                 "<search>Steven Spielberg birthplace</search>",
             ),
         ),
-        SEARCH_TAGS,
     ),
     "weather": EnvironmentPrompt(
         "You answer questions on the weather with tools. Never invent coordinates: ask "
@@ -292,7 +288,6 @@ PROMPTS: dict[str, EnvironmentPrompt] = {
                 "get_user_current_date with Action Input: {}",
             ),
         ),
-        TOOL_CALL,
     ),
     "movie": EnvironmentPrompt(
         "You answer questions on movies and the people who made them with the tools of a movie "
@@ -317,7 +312,6 @@ PROMPTS: dict[str, EnvironmentPrompt] = {
                 'get_search_movie with Action Input: {"movie_name": "Alien"}',
             ),
         ),
-        TOOL_CALL,
     ),
     "academia": EnvironmentPrompt(
         "You answer questions on papers and their authors with two graphs: in PaperNet papers cite "
@@ -339,7 +333,6 @@ PROMPTS: dict[str, EnvironmentPrompt] = {
                 "loadPaperNet with Action Input: {}",
             ),
         ),
-        TOOL_CALL,
     ),
     "todo": EnvironmentPrompt(
         "You look after somebody's to-do list with tools: answer a question on it or change it as "
@@ -363,7 +356,6 @@ PROMPTS: dict[str, EnvironmentPrompt] = {
                 "get_projects with Action Input: {}",
             ),
         ),
-        TOOL_CALL,
     ),
     "sheet": EnvironmentPrompt(
         "You change a spreadsheet as asked, with tools. Open the sheet that the goal names, then "
@@ -395,6 +387,5 @@ PROMPTS: dict[str, EnvironmentPrompt] = {
                 'open_sheet with Action Input: {"name": "Sheet1"}',
             ),
         ),
-        TOOL_CALL,
     ),
 }

@@ -4,14 +4,7 @@ import re
 import pytest
 from scripted_servers import TRANSCRIPTS
 
-from manus_jax.agentgym.prompts import (
-    FENCED,
-    PROMPTS,
-    REACT,
-    SEARCH_TAGS,
-    SQL_BLOCK,
-    TOOL_CALL,
-)
+from manus_jax.agentgym.prompts import PROMPTS
 from manus_jax.agentgym.table import ENVIRONMENTS
 
 
@@ -20,19 +13,6 @@ def test_every_environment_of_the_table_has_its_prompt() -> None:
     assert all(
         prompt.instruction and prompt.actions and prompt.examples for prompt in PROMPTS.values()
     )
-
-
-@pytest.mark.parametrize("name", sorted(ENVIRONMENTS))
-def test_the_form_of_an_answer_is_the_one_its_action_is_found_in(name: str) -> None:
-    form = {
-        "line": REACT,
-        "plain_line": REACT,
-        "sql_block": SQL_BLOCK,
-        "tool_call": TOOL_CALL,
-        "search_tags": SEARCH_TAGS,
-        "fenced": FENCED,
-    }
-    assert PROMPTS[name].answer_form == form[ENVIRONMENTS[name].action]
 
 
 @pytest.mark.parametrize("name", ["textcraft", "babyai"])

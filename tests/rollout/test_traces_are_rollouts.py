@@ -9,7 +9,7 @@ from scripted_engine import Script, ScriptedEngine, oracle
 from envs.traces import main
 from manus_jax.agentgym.settings import open_environments
 from manus_jax.agentgym.table import environment
-from manus_jax.chat import encode_conversation
+from manus_jax.chat import ChatStream
 from manus_jax.dataset import Task, read_tasks
 from manus_jax.rollout.actions import format_for
 from manus_jax.rollout.dialogue import EngineAgent
@@ -54,7 +54,7 @@ def test_a_trace_has_the_tokens_of_the_same_episode_played_through_an_engine(
             [played] = run_episodes(episode_specs([trace]), agent, pool, settings)
             assert isinstance(played, Trajectory) and played.success
             [segment] = played.segments
-            encoded = encode_conversation(engine.tokenizer, trace.messages)
+            encoded = ChatStream(engine.tokenizer).encode(trace.messages)
             assert encoded.input_ids.tolist() == segment.token_ids.tolist()
             assert encoded.loss_mask.tolist() == segment.loss_mask.tolist()
 
