@@ -32,12 +32,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.model_loader.reload.layerwise import (
+from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
-    get_layerwise_info,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 
 from manus_jax.weights.manifest import Identity, TensorSpec, WeightsError
 from manus_jax.weights.mirror import Mirror
@@ -102,7 +100,7 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         except (WeightsError, OSError) as error:
             self._problem = str(error)
         except Exception as error:  # of vLLM's loaders; nobody else would tell of it
-            self._problem = repr(error)
+            self._problem, self._twin = repr(error), None
 
     def fetched(self) -> dict[str, Any]:
         """`busy`, what went wrong (`error`), and the version that is held."""
@@ -180,6 +178,10 @@ def as_tensor(raw: np.ndarray, spec: TensorSpec) -> torch.Tensor:
 @torch.no_grad()
 def _twin_of(model: torch.nn.Module) -> torch.nn.Module:
     """The same modules with tensors of their own."""
+    # Parts of vLLM that only its own reloading uses: a server on GPUs does without them.
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+
     tensors: dict[torch.Tensor | None, torch.Tensor | None] = {None: None}
 
     def own(named: dict[str, Any]) -> dict[str, Any]:
