@@ -173,7 +173,9 @@ class Fleet:
         return f"no vLLM server is in service after {self._settings.patience:g} s: {why}"
 
     def put_aside(self, member: Member, problem: str) -> None:
-        """Out of service. Under the lock."""
+        """Out of service. Under the lock. After the end nobody is to hear of it any more."""
+        if self._closing:
+            return
         if member.state.problem != problem:
             _log.warning("%s is out of service: %s", member.state.url, problem)
         member.counters.failures += 1

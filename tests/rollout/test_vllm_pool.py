@@ -339,6 +339,16 @@ def test_waiting_for_the_only_server_and_its_return_are_told(tmp_path, caplog):
     server.close()
 
 
+def test_a_look_at_a_server_that_ends_after_the_pool_did_says_nothing(tmp_path, caplog):
+    server = LoopbackServer(tmp_path)
+    pool = VllmPool([server.url], 64, **published(tmp_path), settings=SETTINGS)
+    (member,) = pool._fleet.members.values()
+    pool.close()
+    server.close()
+    pool._fleet._look_at(member)
+    assert "out of service" not in caplog.text
+
+
 def test_the_key_goes_along_with_every_request(tmp_path):
     server = LoopbackServer(tmp_path)
     server.key = "s3cret"
