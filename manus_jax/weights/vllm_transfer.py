@@ -103,12 +103,14 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             self._problem, self._twin = repr(error), None
 
     def fetched(self) -> dict[str, Any]:
-        """`busy`, what went wrong (`error`), and the version that is held."""
+        """`busy`, what went wrong (`error`), the version that is held, and whether it is `staged`:
+        ready in the twin, and not to be loaded in the pause."""
         held = None if self._mirror is None else self._mirror.held
         return {
             "busy": self._thread is not None and self._thread.is_alive(),
             "error": self._problem,
             "held": None if held is None else dataclasses.asdict(held),
+            "staged": self._staged,
         }
 
     def start_weight_update(self) -> None:
@@ -144,7 +146,7 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def shutdown(self) -> None:
         if self._mirror is not None:
             self._mirror.close()
-            self._mirror = None
+            self._mirror = self._twin = None
 
 
 class WeightsWorker:
