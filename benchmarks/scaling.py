@@ -31,7 +31,7 @@ from manus_jax.learner.optimizer import adamw, learning_rate
 from manus_jax.learner.packing import Layout
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import AttentionKernel
-from manus_jax.models.log_probs import CHUNK
+from manus_jax.models.log_probs import chunk_size
 from manus_jax.models.transformer import Compute, Transformer, abstract_model
 from manus_jax.planning.compiling import (
     abstract_arguments,
@@ -68,7 +68,8 @@ def measure(arch: Architecture, layout: Layout, devices: int) -> dict[str, Any]:
     mesh = make_mesh(fsdp=devices, devices=jax.devices()[:devices])
     made, fields = design(arch, layout, mesh), policy_fields(get_recipe("grpo"))
     memory, text = compile_update(lower_update(made, mesh, fields))
-    loops = (layout.micro_batches, max(1, math.ceil(TRAINED * layout.length / CHUNK)))
+    tokens = layout.rows * layout.length // devices
+    loops = (layout.micro_batches, math.ceil(TRAINED * tokens / chunk_size(tokens)))
     costs = module_costs(text, loops, devices)
     matrices, everything = layer_parameters(made, mesh)
     sent = layout.micro_batches * (devices - 1) / devices

@@ -7,7 +7,8 @@ What is left out: dropout, KV caches (the engine has its own), mixture of expert
 """
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +22,8 @@ from manus_jax.models.attention import BATCH_AXES, AttentionKernel, attention
 from manus_jax.models.vocabulary import embed_tokens
 
 Params = dict[str, Any]
-Product = Callable[[jax.Array, jax.Array], jax.Array]
-"""(x [..., in], weight [out, in]) → [..., out]."""
+Products = Callable[..., Sequence[jax.Array]]
+"""(x [..., in], weights [out, in] …) → what each makes of x, [..., out]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,12 +109,14 @@ class Backbone(nnx.Module):
         dtype = jnp.dtype(self.compute.dtype)
         rope = rope_angles(positions, self.arch)
         kernel = self.compute.kernel
+        # Weights that lie on several devices stay where they are.
+        products = as_one if kernel.mesh is None or kernel.mesh.size == 1 else one_by_one
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             return attention(q, k, v, segment_ids, kernel)
 
         def layer(x: jax.Array, params: Params) -> tuple[jax.Array, None]:
-            x = block(params, self._constrain(x), rope, attend, self.arch)
+            x = block(params, self._constrain(x), rope, attend, self.arch, products)
             return x, None
 
         policy = REMAT_POLICIES[self.compute.remat]
@@ -214,41 +217,49 @@ def _linear_backward(
 linear.defvjp(_linear_forward, _linear_backward)
 
 
+def one_by_one(x: jax.Array, *weights: jax.Array) -> Sequence[jax.Array]:
+    """`linear` with each of `weights`."""
+    return [linear(x, w) for w in weights]
+
+
+def as_one(x: jax.Array, *weights: jax.Array) -> Sequence[jax.Array]:
+    """`linear` with all `weights` joined: one large product is faster than several small ones."""
+    if len(weights) == 1:
+        return one_by_one(x, *weights)
+    ends = itertools.accumulate(w.shape[0] for w in weights)
+    return jnp.split(linear(x, jnp.concatenate(weights)), [*ends][:-1], axis=-1)
+
+
 def block(
     params: Params,
     x: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     arch: Architecture,
-    product: Product = linear,
+    products: Products = one_by_one,
 ) -> jax.Array:
     """One decoder layer on `x` [rows, length, hidden]; `attend` is given rotated q, k and v.
 
-    `product` computes `linear`, for a caller who knows a faster way to.
+    `products` computes `one_by_one`, for a caller who knows a faster way to.
     """
     h = rms_norm(x, params["input_norm"], arch.norm_eps)
-    q, k, v = (_split_heads(_project(params, n, h, product), arch.head_dim) for n in "qkv")
-    q, k, v = (checkpoint_name(a, n) for a, n in ((q, "q"), (k, "k"), (v, "v")))
+    projected = products(h, params["q_proj"], params["k_proj"], params["v_proj"])
+    if arch.qkv_bias:
+        projected = [y + params[f"{n}_bias"] for n, y in zip("qkv", projected, strict=True)]
+    heads = (y.reshape(*y.shape[:-1], -1, arch.head_dim) for y in projected)
+    q, k, v = (checkpoint_name(y, n) for n, y in zip("qkv", heads, strict=True))
     if arch.qk_norm:
         q = rms_norm(q, params["q_norm"], arch.norm_eps)
         k = rms_norm(k, params["k_norm"], arch.norm_eps)
     attended = checkpoint_name(attend(rotate(q, rope), rotate(k, rope), v), "attention")
     attended = attended.reshape(*x.shape[:-1], -1)
-    x = x + checkpoint_name(product(attended, params["o_proj"]), "attention_out")
+    (out,) = products(attended, params["o_proj"])
+    x = x + checkpoint_name(out, "attention_out")
     h = rms_norm(x, params["post_norm"], arch.norm_eps)
-    gate = checkpoint_name(product(h, params["gate_proj"]), "gate")
-    up = checkpoint_name(product(h, params["up_proj"]), "up")
-    return x + checkpoint_name(product(jax.nn.silu(gate) * up, params["down_proj"]), "mlp_out")
-
-
-def _project(params: Params, name: str, x: jax.Array, product: Product) -> jax.Array:
-    y = product(x, params[f"{name}_proj"])
-    bias = params.get(f"{name}_bias")
-    return y if bias is None else y + bias
-
-
-def _split_heads(x: jax.Array, head_dim: int) -> jax.Array:
-    return x.reshape(*x.shape[:-1], -1, head_dim)
+    gate, up = products(h, params["gate_proj"], params["up_proj"])
+    gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
+    (out,) = products(jax.nn.silu(gate) * up, params["down_proj"])
+    return x + checkpoint_name(out, "mlp_out")
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

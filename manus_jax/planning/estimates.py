@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from manus_jax.models.architecture import Architecture
-from manus_jax.models.log_probs import CHUNK
+from manus_jax.models.log_probs import chunk_size
 from manus_jax.models.transformer import layer_shapes
 from manus_jax.planning.compiling import StateBytes
 
@@ -65,9 +65,14 @@ class Workload:
         return self.rows * self.length * self.tensor / self.chips
 
     @property
+    def chunk(self) -> int:
+        """How many tokens of a chip the head projects at a time."""
+        return chunk_size(int(self.chip_tokens))
+
+    @property
     def chunks(self) -> int:
         """How many chunks of trained tokens the head goes through."""
-        return max(1, math.ceil(self.trained * self.length / CHUNK))
+        return max(1, math.ceil(self.trained * self.chip_tokens / self.chunk))
 
 
 def product_parameters(arch: Architecture) -> dict[str, int]:
@@ -102,9 +107,9 @@ def executed_flops(w: Workload) -> float:
     products = product_parameters(w.arch)
     again = sum(products[name] for name in _AGAIN[w.remat])
     layers = w.arch.num_layers * (6.0 * sum(products.values()) + 2.0 * again) * w.tokens
-    head = 8.0 * _head(w) * w.tokens * w.chunks * CHUNK / w.length
+    head = 8.0 * _head(w) / w.tensor * w.micro_batches * w.chunks * w.chunk
     kernels = (2 + 7 + (2 if w.remat != "none" else 0)) / 2
-    return (layers + head + kernels * attention_flops(w)) / w.chips
+    return (layers + kernels * attention_flops(w)) / w.chips + head
 
 
 def saved_per_token(w: Workload) -> float:
@@ -150,8 +155,7 @@ def estimate_memory(w: Workload, state: StateBytes) -> MemoryEstimate:
     live = tokens * (2 * (2 * q + 2 * kv + 3 * mlp + 2 * a.hidden_size) * w.itemsize)
     live += tokens * 3 * a.hidden_size * 4
     weights = 3 * layer * w.itemsize
-    rows = tokens / w.length
-    logits = 3 * rows * min(CHUNK, w.length) * a.vocab_size / w.tensor * 4
+    logits = 3 * w.chunk * a.vocab_size / w.tensor * 4
     head = _head(w) / w.tensor * (w.itemsize + 4) + logits + 2 * tokens * a.hidden_size * 4
     return MemoryEstimate(
         gradients=float(state.parameters),

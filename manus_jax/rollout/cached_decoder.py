@@ -253,14 +253,15 @@ def _transposed(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x.T)
 
 
-def _weights_first(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`linear` with the weights as the left operand.
+def _weights_first(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
+    """`one_by_one` with the weights as the left operands.
 
     CPU kernels repack their right operand on every call. With few rows to share the cost that
     would be most of the work if it were the weights.
     """
-    y = jnp.einsum("oi,ir->or", weight, _transposed(x.reshape(-1, x.shape[-1])))
-    return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], -1)
+    columns = _transposed(x.reshape(-1, x.shape[-1]))
+    ys = (jnp.einsum("oi,ir->or", w, columns) for w in weights)
+    return [jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], -1) for y in ys]
 
 
 def write(blocks: Blocks, new: jax.Array, rows: jax.Array | None, positions: jax.Array) -> Blocks:
