@@ -21,12 +21,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from manus_jax.models.plain_attention import SAVED, plain_attention
 
 Implementation = Literal["plain", "splash", "triton"]
 BATCH_AXES = ("data", "fsdp")
-NEGATIVE = -1e30
-_QUERY_BLOCK = 128
 KERNEL_BLOCK = 128  # what row lengths must be a multiple of, for the accelerators' kernels
 
 
@@ -55,7 +56,7 @@ def attention(
     """Attention of `q` [rows, length, heads, dim] over `k`, `v` [rows, length, kv_heads, dim].
 
     `segment_ids` is int32 [rows, length]. Returns [rows, length, heads, dim]. Padding positions
-    (segment 0) hold finite values that mean nothing.
+    (segment 0) hold finite values that mean nothing. What remat may keep of it is named `SAVED`.
     """
     run = {"plain": _plain_attention, "splash": _splash_attention, "triton": _triton_attention}
     return run[kernel.implementation](q, k, v, segment_ids, kernel)
@@ -95,56 +96,14 @@ def _plain_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, kernel: AttentionKernel
 ) -> jax.Array:
     if kernel.mesh is None or kernel.sequence_shards == 1:
-        return _plain(q, k, v, segment_ids, segment_ids, 0)
+        return plain_attention(q, k, v, segment_ids, segment_ids)
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
         first = jax.lax.axis_index("sequence") * q.shape[1]
         k, v, all_segments = (_gather_tokens(x) for x in (k, v, segment_ids))
-        return _plain(q, k, v, segment_ids, all_segments, first)
+        return plain_attention(q, k, v, segment_ids, all_segments, first)
 
     return _sharded(run, kernel.mesh, (q, k, v, segment_ids))
-
-
-def _plain(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_segments: jax.Array,
-    kv_segments: jax.Array,
-    first: int | jax.Array,
-) -> jax.Array:
-    """Masked softmax over blocks of queries, which begin at place `first` of the keys' row.
-
-    Where `first` is known to the compiler, a block never looks at keys that come after it.
-    """
-    rows, queries, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    q = q.reshape(rows, queries, kv_heads, heads // kv_heads, dim)
-    block = _QUERY_BLOCK if queries % _QUERY_BLOCK == 0 else queries
-    outputs = []
-    for start in range(0, queries, block):
-        stop = start + block
-        seen = first + stop if isinstance(first, int) else k.shape[1]
-        same = q_segments[:, start:stop, None] == kv_segments[:, None, :seen]
-        causal = (first + jnp.arange(start, stop))[:, None] >= jnp.arange(seen)[None, :]
-        outputs.append(_softmax_block(q[:, start:stop], k[:, :seen], v[:, :seen], same & causal))
-    out = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
-    return out.reshape(rows, queries, heads, dim)
-
-
-def _softmax_block(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """`q` [rows, queries, kv_heads, group, dim], `k`/`v` [rows, keys, kv_heads, dim].
-
-    Queries are the minor axis of the scores: XLA's CPU back end reduces over keys in vectors then,
-    and one number at a time otherwise.
-    """
-    scale = q.shape[-1] ** -0.5
-    scores = jnp.einsum("bqhgd,bkhd->bhgkq", q * scale, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask.swapaxes(1, 2)[:, None, None], scores, NEGATIVE)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-2, keepdims=True)))
-    total = weights.sum(axis=-2).transpose(0, 3, 1, 2)[..., None]
-    out = jnp.einsum("bhgkq,bkhd->bqhgd", weights.astype(v.dtype), v)
-    return (out / total).astype(v.dtype)
 
 
 def _splash_attention(
@@ -199,7 +158,12 @@ def _splash_kernel(length: int, heads: int, shards: int, interpret: bool) -> Any
     )
     mask = mask_lib.MultiHeadMask([mask_lib.CausalMask((length, length))] * heads)
     return kernel_lib.make_splash_mha(
-        mask, block_sizes=sizes, head_shards=1, q_seq_shards=shards, interpret=interpret
+        mask,
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=shards,
+        residual_checkpoint_name=SAVED,
+        interpret=interpret,
     )
 
 
@@ -255,7 +219,7 @@ def _triton(
             f"the GPU kernel needs a row length divisible by {KERNEL_BLOCK}, not {length}"
         )
     repeat = lambda x: jnp.repeat(x, heads // x.shape[2], axis=2)
-    return kernel_lib.mha(
+    out = kernel_lib.mha(
         q,
         repeat(k),
         repeat(v),
@@ -264,3 +228,5 @@ def _triton(
         causal=True,
         interpret=interpret,
     )
+    # Its logsumexp cannot be named: where it was not kept, the kernel runs forward again.
+    return checkpoint_name(out, SAVED)

@@ -108,7 +108,7 @@ def executed_flops(w: Workload) -> float:
     again = sum(products[name] for name in _AGAIN[w.remat])
     layers = w.arch.num_layers * (6.0 * sum(products.values()) + 2.0 * again) * w.tokens
     head = 8.0 * _head(w) / w.tensor * w.micro_batches * w.chunks * w.chunk
-    kernels = (2 + 7 + (2 if w.remat != "none" else 0)) / 2
+    kernels = (2 + 7 + (2 if w.remat == "full" else 0)) / 2
     return (layers + kernels * attention_flops(w)) / w.chips + head
 
 

@@ -23,7 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 from manus_jax.learner.mesh import batch_shards, param_shardings, replicated
 from manus_jax.models.architecture import Architecture
-from manus_jax.models.attention import BATCH_AXES, NEGATIVE
+from manus_jax.models.attention import BATCH_AXES
+from manus_jax.models.plain_attention import NEGATIVE
 from manus_jax.models.transformer import (
     Compute,
     Params,

@@ -17,24 +17,31 @@ pytestmark = [
 ]
 
 
-def test_logits_of_real_text_match_transformers():
+TEXTS = [
+    "You can craft 4 sticks using 2 planks. To make a ladder, I first need to get some wood.",
+    "Q: What is the capital of France?\nA: The capital is Paris, which lies on the Seine.",
+    "<|im_start|>user\nGoal: find the red ball. Available actions: turn left, turn right, move "
+    "forward.<|im_end|>\n<|im_start|>assistant\nThought: I see a door.\nAction: move forward",
+]
+
+
+def test_logits_of_real_texts_match_transformers():
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     directory = os.environ["SMOLLM2_DIR"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    text = "You can craft 4 sticks using 2 planks. To make a ladder, I first need to get some wood."
-    ids = np.array([tokenizer(text)["input_ids"]], np.int32)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
-    with torch.no_grad():
-        expected = model(torch.tensor(ids, dtype=torch.long)).logits.numpy()
-    ours = our_logits(directory, ids)
-    # Logits reach 20 here, where 30 float32 layers differ by 1.3e-4 with the order of summation
-    # alone: torch itself is 7e-5 from its float64 logits. Training uses log-probs.
-    np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=1e-5)
-    ours_lp, expected_lp = (log_probs_of_text(x[0], ids[0]) for x in (ours, expected))
-    np.testing.assert_allclose(ours_lp, expected_lp, atol=1e-4, rtol=0)
-    # It is the trained model: it predicts English far better than chance (log 49152 = 10.8).
-    assert -ours_lp.mean() < 5
+    for text in TEXTS:
+        ids = np.array([tokenizer(text)["input_ids"]], np.int32)
+        with torch.no_grad():
+            expected = model(torch.tensor(ids, dtype=torch.long)).logits.numpy()
+        ours = our_logits(directory, ids)
+        # Logits reach 39, and torch's own are up to 9e-5 from those it computes in float64.
+        np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)
+        ours_lp, expected_lp = (log_probs_of_text(x[0], ids[0]) for x in (ours, expected))
+        np.testing.assert_allclose(ours_lp, expected_lp, atol=1e-4, rtol=0)
+        # It is the trained model: it predicts English far better than chance (log 49152 = 10.8).
+        assert -ours_lp.mean() < 5
 
 
 def log_probs_of_text(logits, ids):
