@@ -34,10 +34,6 @@ _FIELDS = (
 )
 
 
-def named_architectures() -> tuple[str, ...]:
-    return tuple(_SIZES)
-
-
 def find_architecture(name: str) -> Architecture:
     """A public model by its name, or what a `config.json` (or its directory) says."""
     key = name.lower().removeprefix("qwen/").removesuffix("-instruct")

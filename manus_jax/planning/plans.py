@@ -6,7 +6,6 @@ elsewhere they are estimates, and the plan says so.
 """
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,7 +79,6 @@ class UpdatePlan:
     seconds: dict[str, float]
     peak_flops: float
     kernels: tuple[str, ...]
-    compile_seconds: float
 
     @property
     def needed(self) -> float:
@@ -225,7 +223,6 @@ class _Part:
 
 def _plan_update(part: _Part, mesh: Mesh, topology: Topology, efficiency: Efficiency) -> UpdatePlan:
     w, state, chip = part.workload, part.state, topology.chip
-    began = time.monotonic()
     platform = None if topology.compiles else topology.platform
     lowered = lower_update(part.design, mesh, part.fields, platform)
     guess = estimates.estimate_memory(w, state)
@@ -276,7 +273,6 @@ def _plan_update(part: _Part, mesh: Mesh, topology: Topology, efficiency: Effici
         seconds=seconds,
         peak_flops=chip.flops,
         kernels=costs.kernels if costs else _kernels(lowered.as_text()),
-        compile_seconds=time.monotonic() - began,
     )
 
 
