@@ -39,6 +39,16 @@ class Compute:
         if self.remat not in REMAT_POLICIES:
             raise ValueError(f"unknown remat policy {self.remat!r}; there are {[*REMAT_POLICIES]}")
 
+    @property
+    def joins_products(self) -> bool:
+        """Whether products of one input are computed as one: on a single CPU device.
+
+        Joining copies weights. On a CPU that pays; on accelerators nobody has measured it, and
+        weights that are split over devices would travel.
+        """
+        mesh = self.kernel.mesh
+        return self.kernel.implementation == "plain" and (mesh is None or mesh.size == 1)
+
 
 # What the backward pass finds saved, per layer. "full" keeps the layer's input alone and computes
 # the layer again; "attention" also keeps the projections into and the output of attention;
@@ -110,8 +120,7 @@ class Backbone(nnx.Module):
         dtype = jnp.dtype(self.compute.dtype)
         rope = rope_angles(positions, self.arch)
         kernel = self.compute.kernel
-        # Weights that lie on several devices stay where they are.
-        products = as_one if kernel.mesh is None or kernel.mesh.size == 1 else one_by_one
+        products = as_one if self.compute.joins_products else one_by_one
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             return attention(q, k, v, segment_ids, kernel)
