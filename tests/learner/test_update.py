@@ -15,6 +15,7 @@ from manus_jax.learner.optimizer import adamw, learning_rate
 from manus_jax.learner.packing import Layout, Sample, pack, with_loss_weights
 from manus_jax.learner.update import accumulate, init_state, make_update, put_batch
 from manus_jax.models.architecture import Architecture
+from manus_jax.models.attention import AttentionKernel
 from manus_jax.models.transformer import Compute, Critic, Transformer, abstract_model, init_params
 
 ARCH = Architecture("qwen3", 64, 32, 64, 2, 8, 8, 8, qk_norm=True, initializer_range=0.2)
@@ -33,6 +34,11 @@ def ragged_samples(seed=0, count=11, longest=60):
             fields[k] = (-4 + 0.3 * fields[k]).astype(np.float32)
         samples.append(Sample(rng.integers(0, 64, n).astype(np.int32), mask, fields))
     return samples
+
+
+def on_mesh(mesh):
+    """As training computes there."""
+    return Compute(kernel=AttentionKernel("plain", mesh))
 
 
 def policy_objective(recipe="grpo", compute=None):
@@ -57,11 +63,11 @@ def updated_params(samples, layout, mesh_sizes, recipe="grpo", steps=1):
     """Parameters after real updates (plain SGD shows the gradient itself) on the given mesh."""
     devices = jax.devices()[: int(np.prod(mesh_sizes))]
     mesh = make_mesh(*mesh_sizes, devices=devices)
-    compute = Compute()
+    compute = on_mesh(mesh)
     _, shapes = abstract_model(Transformer, ARCH, compute)
     params = init_params(Transformer, ARCH, compute, 0, param_shardings(shapes, mesh))
     optimizer = optax.sgd(0.5)
-    update = make_update(policy_objective(recipe), optimizer, mesh, shapes)
+    update = make_update(policy_objective(recipe, compute), optimizer, mesh, shapes)
     state = init_state(params, optimizer, mesh)
     packed = packed_batch(samples, layout, get_recipe(recipe).aggregation)
     for _ in range(steps):
@@ -147,7 +153,7 @@ def test_ten_steps_of_varying_data_compile_once():
     _, shapes = abstract_model(Transformer, ARCH, Compute())
     params = init_params(Transformer, ARCH, Compute(), 0, param_shardings(shapes, mesh))
     optimizer = adamw(learning_rate(1e-3, "cosine", 2, 10, 0.1), 0.01, 0.9, 0.999, 1e-8, 1.0)
-    update = make_update(policy_objective(), optimizer, mesh, shapes)
+    update = make_update(policy_objective(compute=on_mesh(mesh)), optimizer, mesh, shapes)
     state = init_state(params, optimizer, mesh)
     for seed in range(10):
         packed = packed_batch(ragged_samples(seed, count=3 + seed), Layout.for_batch(12, 2, 64))
