@@ -61,8 +61,8 @@ def write_model(directory: Path) -> None:
 
 def our_engine(directory: Path, slots: int, max_length: int) -> Any:
     os.environ["JAX_PLATFORMS"] = "cpu"
+    from manus_jax.engines.jax_engine import JaxEngine
     from manus_jax.models import huggingface
-    from manus_jax.rollout.jax_engine import JaxEngine
 
     params, card = huggingface.load_params(directory)
     return JaxEngine(
@@ -71,7 +71,7 @@ def our_engine(directory: Path, slots: int, max_length: int) -> Any:
 
 
 def our_generate(directory: Path) -> Generate:
-    from manus_jax.rollout.engine import Request, Sampling
+    from manus_jax.engines.protocol import Request, Sampling
 
     engine = our_engine(directory, BATCH, 64 + 2 * NEW * TURNS)
     calls = iter(range(1_000_000))
@@ -192,7 +192,7 @@ def in_flight(
     engine: Any, step_seconds: float, seed: int, turns: int = 3, new: int = 16
 ) -> dict[str, float]:
     """All episodes at once, each a thread that asks, waits for its environment, and asks again."""
-    from manus_jax.rollout.engine import Request, Sampling
+    from manus_jax.engines.protocol import Request, Sampling
 
     before = engine.metrics()
 

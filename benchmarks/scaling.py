@@ -25,7 +25,7 @@ import jax
 
 from manus_jax.algorithms.recipes import get_recipe, policy_loss
 from manus_jax.learner import objectives
-from manus_jax.learner.learners import Design
+from manus_jax.learner.learner import Design
 from manus_jax.learner.mesh import make_mesh
 from manus_jax.learner.optimizer import adamw, learning_rate
 from manus_jax.learner.packing import Layout

@@ -31,14 +31,14 @@ import jax
 import numpy as np
 import requests
 
-from manus_jax.chat import train_tokenizer
+from manus_jax.data.chat import train_tokenizer
+from manus_jax.engines.protocol import Request, Sampling
 from manus_jax.models import huggingface
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Compute, Transformer, init_params
-from manus_jax.rollout.engine import Request, Sampling
-from manus_jax.rollout.vllm_options import open_vllm
-from manus_jax.rollout.vllm_pool import VllmPool
-from manus_jax.rollout.vllm_server import VllmServer
+from manus_jax.vllm.client import VllmServer
+from manus_jax.vllm.options import open_vllm
+from manus_jax.vllm.pool import VllmPool
 from manus_jax.weights.manifest import DELTA, read_manifest
 
 ARCH = Architecture("llama", 49_152, 576, 1536, 30, 9, 3, 64, rope_theta=1e5, norm_eps=1e-5)

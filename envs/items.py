@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from envs.registry import UnknownEnvironment, load
-from manus_jax.runtime.panels import drawn
+from manus_jax.evaluation.eval_sets import drawn
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

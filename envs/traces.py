@@ -22,9 +22,9 @@ from envs.registry import UnknownEnvironment, load
 from manus_jax.agentgym.failures import EnvironmentSetupError
 from manus_jax.agentgym.settings import open_environments
 from manus_jax.agentgym.table import environment
-from manus_jax.dataset import Task
-from manus_jax.rollout.actions import format_for
-from manus_jax.rollout.policies import OraclePolicy
+from manus_jax.data.tasks import Task
+from manus_jax.rollout.action_formats import format_for
+from manus_jax.rollout.baseline_players import OraclePolicy
 from manus_jax.rollout.prompts import opening
 from manus_jax.rollout.runner import run_episodes
 from manus_jax.rollout.settings import RolloutSettings

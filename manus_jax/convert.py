@@ -7,8 +7,8 @@ from manus_jax import command
 from manus_jax.models import huggingface
 from manus_jax.models.architecture import ModelError
 from manus_jax.models.huggingface import ModelCard
-from manus_jax.runtime import checkpoints
-from manus_jax.runtime.policy_source import load_step
+from manus_jax.models.loading import load_step
+from manus_jax.training import checkpoints
 
 
 def from_hf(hf: Path, out: Path) -> Path:

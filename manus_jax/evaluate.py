@@ -2,10 +2,11 @@
 
 from rich.console import Console
 
-from manus_jax import command, config
-from manus_jax.runtime import comparison
-from manus_jax.runtime.comparison_table import comparison_table
-from manus_jax.settings import EngineSettings, EnvSettings, EvaluateSettings, RolloutGroup
+from manus_jax import command
+from manus_jax.config import binding as config
+from manus_jax.config.settings import EngineSettings, EnvSettings, EvaluateSettings, RolloutGroup
+from manus_jax.evaluation import comparison
+from manus_jax.evaluation.tables import comparison_table
 
 
 def main(arguments: list[str]) -> None:

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import jax
 
-from manus_jax import command, config
+from manus_jax import command
+from manus_jax.config import binding as config
 from manus_jax.models.architecture import Architecture
 from manus_jax.planning.architectures import find_architecture
 from manus_jax.planning.plans import make_plan
 from manus_jax.planning.search import nearest_that_fits
 from manus_jax.planning.tables import as_json, render
 from manus_jax.planning.topologies import find_topology
-from manus_jax.runtime.designs import TrainConfig, read_config
+from manus_jax.training.learner_specs import TrainConfig, read_config
 
 
 def architecture_of(settings: TrainConfig, name: str | None) -> Architecture:

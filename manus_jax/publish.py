@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from manus_jax import command
+from manus_jax.engines.protocol import EngineError
 from manus_jax.models.huggingface import ModelCard
-from manus_jax.rollout.engine import EngineError
-from manus_jax.rollout.vllm_access import read_api_key
-from manus_jax.rollout.vllm_fleet import Fleet, PoolSettings
-from manus_jax.runtime import checkpoints
-from manus_jax.runtime.policy_source import load_step
+from manus_jax.models.loading import load_step
+from manus_jax.training import checkpoints
+from manus_jax.vllm.access import read_api_key
+from manus_jax.vllm.fleet import Fleet, PoolSettings
 from manus_jax.weights.manifest import Identity, published_versions
 from manus_jax.weights.mirror import newest
 from manus_jax.weights.publisher import Published, Publisher

@@ -22,18 +22,18 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from manus_jax.rollout.engine import EngineError
-from manus_jax.rollout.gpu_split import ORDER_VARIABLE, VISIBLE_VARIABLE
-from manus_jax.rollout.vllm_access import (
+from manus_jax.engines.protocol import EngineError
+from manus_jax.vllm.access import (
     KEY_VARIABLE,
     MIDDLEWARE,
     check_host,
     read_api_key,
     refuse_in_arguments,
 )
-from manus_jax.rollout.vllm_addresses import register, unregister
+from manus_jax.vllm.addresses import register, unregister
+from manus_jax.vllm.gpu_partition import ORDER_VARIABLE, VISIBLE_VARIABLE
+from manus_jax.vllm.plugin import BACKEND
 from manus_jax.weights.manifest import SNAPSHOT, WeightsError, published_versions, version_directory
-from manus_jax.weights.vllm_plugin import BACKEND
 
 PYTHON_VARIABLE = "MANUS_JAX_VLLM_PYTHON"
 _PR_SET_PDEATHSIG = 1
@@ -103,7 +103,7 @@ def server_command(
     if max_length is not None:
         command += ["--max-model-len", str(max_length)]
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
-    command += ["--worker-extension-cls", "manus_jax.weights.vllm_transfer.WeightsWorker"]
+    command += ["--worker-extension-cls", "manus_jax.vllm.transfer.WeightsWorker"]
     command += ["--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']
     if keyed:
         command += ["--middleware", MIDDLEWARE]

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from manus_jax import command, config
-from manus_jax.runtime import supervised
-from manus_jax.runtime.run_directory import disk_errors
-from manus_jax.settings import (
+from manus_jax import command
+from manus_jax.config import binding as config
+from manus_jax.config.settings import (
     ComputeSettings,
     DataSettings,
     MeshSettings,
@@ -14,6 +13,8 @@ from manus_jax.settings import (
     ScratchSettings,
     SftSettings,
 )
+from manus_jax.training import supervised
+from manus_jax.training.run_directory import disk_errors
 
 
 def main(arguments: list[str]) -> None:

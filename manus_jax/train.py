@@ -3,15 +3,17 @@
 import dataclasses
 from pathlib import Path
 
-from manus_jax import command, config
+from manus_jax import command
+from manus_jax.config import binding as config
+from manus_jax.errors import UserError
 from manus_jax.models import huggingface
-from manus_jax.rollout.vllm_options import check_gpus_of_many, claim_gpus
-from manus_jax.runtime.assembly import open_trainer
-from manus_jax.runtime.closing import print_closing
-from manus_jax.runtime.designs import TrainConfig, read_config
-from manus_jax.runtime.distributed import Team, joined
-from manus_jax.runtime.following import follow
-from manus_jax.runtime.run_directory import disk_errors
+from manus_jax.training.build import open_trainer
+from manus_jax.training.distributed import Team, joined
+from manus_jax.training.following import follow
+from manus_jax.training.learner_specs import TrainConfig, read_config
+from manus_jax.training.run_directory import disk_errors
+from manus_jax.training.run_summary import print_closing
+from manus_jax.vllm.options import check_gpus_of_many, claim_gpus
 from manus_jax.weights.host_tensors import spread
 
 
@@ -20,7 +22,7 @@ def main(arguments: list[str]) -> None:
     args = parser.parse_args(arguments)
     settings, distributed = read_config(args.gin_file, args.gin_param)
     settings = dataclasses.replace(settings, engine=claim_gpus(settings.engine))
-    with joined(distributed, command.USER_ERRORS) as team:
+    with joined(distributed, (UserError,)) as team:
         if team is not None:
             check_gpus_of_many(settings.engine)
         if team is None or team.leads:

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from manus_jax import config, settings
 from manus_jax.agentgym.table import environment
+from manus_jax.config import binding as config
+from manus_jax.config.binding import settings
 from manus_jax.rewards import RewardSettings, compute
 from manus_jax.rewards.registry import _FUNCTIONS
-from manus_jax.rollout import actions
+from manus_jax.rollout import action_formats as actions
 
 ROOT = Path(__file__).parents[1]
 GROUPS = {value.gin_name: value for value in vars(settings).values() if hasattr(value, "gin_name")}

@@ -7,6 +7,8 @@ Nothing in between becomes a reward of zero. The kind says whether another sessi
 
 import enum
 
+from manus_jax.errors import UserError
+
 _SHOWN = 200
 
 
@@ -41,7 +43,7 @@ class FailureKind(enum.StrEnum):
         return self not in (FailureKind.ITEM, FailureKind.NO_SERVER)
 
 
-class EnvironmentSetupError(RuntimeError):
+class EnvironmentSetupError(UserError, RuntimeError):
     """Environments cannot be opened as asked; nothing was started, or all of it was stopped."""
 
 

@@ -18,6 +18,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from manus_jax.errors import UserError
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import BATCH_AXES, KERNEL_BLOCK, Implementation
 
@@ -34,7 +35,7 @@ PARAM_RULES: tuple[tuple[str, P], ...] = (
 )
 
 
-class MeshError(ValueError):
+class MeshError(UserError, ValueError):
     """A mesh, model or batch that does not fit, with the arithmetic."""
 
 

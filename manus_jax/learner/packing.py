@@ -12,11 +12,12 @@ from typing import Literal
 import numpy as np
 
 from manus_jax.algorithms.aggregation import sequence_weights
+from manus_jax.errors import UserError
 
 Overlong = Literal["error", "drop", "cut"]
 
 
-class PackingError(ValueError):
+class PackingError(UserError, ValueError):
     """A sequence or a batch that does not fit, with the sizes."""
 
 

@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from manus_jax.errors import UserError
+
 FAMILIES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -17,7 +19,7 @@ FAMILIES = {
 }
 
 
-class ModelError(ValueError):
+class ModelError(UserError, ValueError):
     """A model that cannot be used, with the reason and the remedy in one line."""
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from manus_jax.algorithms.recipes import Recipe
-from manus_jax.config import ConfigError
-from manus_jax.learner.learners import Design
+from manus_jax.config.binding import ConfigError
+from manus_jax.learner.learner import Design
 from manus_jax.learner.mesh import batch_sharding, replicated
 from manus_jax.learner.update import TrainState, make_update, state_shardings
 from manus_jax.planning.chips import GIB

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from manus_jax.config import ConfigError
+from manus_jax.config.binding import ConfigError
 from manus_jax.planning.chips import GPU_MEMORIES, GPUS, TPUS, Chip
 
 _EXAMPLES = "v5e:8x8, v5p:2x2x4, v6e:4x4, cuda:8x80GB, cuda:4x8xA100"

@@ -16,7 +16,7 @@ from typing import Any
 
 from manus_jax.reporting import curves, episodes
 from manus_jax.reporting.run_data import RunData, read_run
-from manus_jax.runtime.run_directory import RunDirectoryError, write_atomically
+from manus_jax.training.run_directory import RunDirectoryError, write_atomically
 
 _SCRIPTS = ("elements.js", "charts.js", "time.js", "episodes.js", "main.js")
 

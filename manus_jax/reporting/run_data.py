@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manus_jax.runtime.run_directory import RunDirectoryError, gin_bindings
+from manus_jax.training.run_directory import RunDirectoryError, gin_bindings
 
 
 @dataclasses.dataclass(frozen=True)

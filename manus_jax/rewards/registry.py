@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from manus_jax.errors import UserError
+
 FACTS: Mapping[str, str] = {
     "turns": "the agent's turns (see EpisodeTurn), in order",
     "env_reward": "the environment's reward of the episode, on a scale whose best is 1",
@@ -60,7 +62,7 @@ class Score:
     turn_scores: tuple[float, ...] | None = None
 
 
-class RewardError(RuntimeError):
+class RewardError(UserError, RuntimeError):
     """A reward function failed on an episode, or there is no such function or parameter."""
 
 

@@ -14,9 +14,9 @@ from manus_jax.agentgym.client import Session
 from manus_jax.agentgym.failures import EnvironmentFailure
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.table import environment
-from manus_jax.rollout.actions import format_for
-from manus_jax.rollout.cancellation import Cancellation, Cancelled
-from manus_jax.rollout.engine import EngineError
+from manus_jax.engines.cancellation import Cancellation, Cancelled
+from manus_jax.engines.protocol import EngineError
+from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.player import Agent, NoAnswer, Part, Player
 from manus_jax.rollout.prompts import cut_middle, opening
 from manus_jax.rollout.settings import RolloutSettings

@@ -9,9 +9,9 @@ import dataclasses
 from typing import Literal, get_args
 
 from manus_jax.agentgym.prompts import PROMPTS, EnvironmentPrompt
-from manus_jax.chat import Message
-from manus_jax.dataset import Task
-from manus_jax.rollout.actions import ActionFormat
+from manus_jax.data.chat import Message
+from manus_jax.data.tasks import Task
+from manus_jax.rollout.action_formats import ActionFormat
 
 PromptSource = Literal["environment", "dataset", "observation"]
 

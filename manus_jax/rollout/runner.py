@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.table import environment
-from manus_jax.rollout.actions import format_for
-from manus_jax.rollout.cancellation import Cancellation
+from manus_jax.engines.cancellation import Cancellation
+from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.episode import play_episode
 from manus_jax.rollout.player import Agent
 from manus_jax.rollout.settings import RolloutSettings

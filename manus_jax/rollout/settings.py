@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from manus_jax.rollout.engine import Sampling
+from manus_jax.engines.protocol import Sampling
 from manus_jax.rollout.prompts import PromptSettings
 
 

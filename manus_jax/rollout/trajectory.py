@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from manus_jax.chat import Message
-from manus_jax.dataset import Task
+from manus_jax.data.chat import Message
+from manus_jax.data.tasks import Task
 from manus_jax.rewards.registry import Score
 
 EndReason = Literal["done", "max_turns", "context", "gave_up"]

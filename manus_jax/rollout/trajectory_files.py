@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from manus_jax.chat import Message
-from manus_jax.dataset import Task
+from manus_jax.data.chat import Message
+from manus_jax.data.tasks import Task
 from manus_jax.rewards import Score
 from manus_jax.rollout.trajectory import (
     EpisodeSpec,

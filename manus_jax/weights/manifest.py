@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manus_jax.rollout.engine import EngineError
+from manus_jax.engines.protocol import EngineError
 
 MANIFEST = "manifest.json"
 DELTA = "delta.safetensors"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from manus_jax.algorithms import rewards
+from manus_jax.algorithms import reward_allocation
 
 both = pytest.mark.parametrize("variant", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
 
@@ -20,13 +20,13 @@ TURNS = jnp.array([0, 0, 0, 0, 1, 1, 1])
 
 @both
 def test_last_token_takes_all(variant):
-    token_rewards = variant(rewards.last_token)(MASK, TURNS, 3.0)
+    token_rewards = variant(reward_allocation.last_token)(MASK, TURNS, 3.0)
     np.testing.assert_allclose(token_rewards, [0, 0, 0, 0, 3, 0, 0])
 
 
 @both
 def test_uniform_positive_shares_a_gain_and_puts_a_loss_on_the_last_token(variant):
-    fn = variant(rewards.uniform_positive)
+    fn = variant(reward_allocation.uniform_positive)
     np.testing.assert_allclose(fn(MASK, TURNS, 3.0), [0, 1, 1, 0, 1, 0, 0])
     np.testing.assert_allclose(fn(MASK, TURNS, -3.0), [0, 0, 0, 0, -3, 0, 0])
     np.testing.assert_allclose(fn(MASK, TURNS, 0.0), np.zeros(7))
@@ -35,38 +35,45 @@ def test_uniform_positive_shares_a_gain_and_puts_a_loss_on_the_last_token(varian
 @both
 def test_discounted_matches_hand_calculation(variant):
     # One agent token after turn 0, none after turn 1: shares 0.5 and 1, normalised 1/3 and 2/3.
-    fn = variant(partial(rewards.discounted, gamma=0.5))
+    fn = variant(partial(reward_allocation.discounted, gamma=0.5))
     np.testing.assert_allclose(fn(MASK, TURNS, 3.0), [0, 0.5, 0.5, 0, 2, 0, 0], rtol=1e-6)
 
 
 def test_discounted_at_gamma_one_is_not_multiplied_by_the_number_of_turns():
     # Each of two turns gets half; unnormalised it would be 3 each.
-    token_rewards = rewards.discounted(MASK, TURNS, 3.0, 1.0)
+    token_rewards = reward_allocation.discounted(MASK, TURNS, 3.0, 1.0)
     np.testing.assert_allclose(token_rewards, [0, 0.75, 0.75, 0, 1.5, 0, 0])
 
 
 def test_discounted_at_gamma_zero_is_the_last_turn_alone():
-    np.testing.assert_allclose(rewards.discounted(MASK, TURNS, 3.0, 0.0), [0, 0, 0, 0, 3, 0, 0])
+    np.testing.assert_allclose(
+        reward_allocation.discounted(MASK, TURNS, 3.0, 0.0), [0, 0, 0, 0, 3, 0, 0]
+    )
 
 
 @both
 def test_per_turn_puts_each_step_on_the_last_agent_token_of_its_turn(variant):
     # 0.25 + 0.5 by the steps; the 0.25 that the episode has beyond them goes to the last token.
-    token_rewards = variant(rewards.per_turn)(MASK, TURNS, 1.0, jnp.array([0.25, 0.5, 0.0]))
+    token_rewards = variant(reward_allocation.per_turn)(
+        MASK, TURNS, 1.0, jnp.array([0.25, 0.5, 0.0])
+    )
     np.testing.assert_allclose(token_rewards, [0, 0, 0.25, 0, 0.75, 0, 0])
 
 
 def test_per_turn_reward_of_a_silent_turn_goes_to_the_nearest_agent_token():
     mask, turns = jnp.array([0, 0, 1, 1, 0, 1]), jnp.array([0, 0, 1, 1, 2, 3])
     # Turn 0 has no agent token and none before it: the first. Turn 2 has none: turn 1's last.
-    token_rewards = rewards.per_turn(mask, turns, 15.0, jnp.array([1.0, 2.0, 4.0, 8.0]))
+    token_rewards = reward_allocation.per_turn(mask, turns, 15.0, jnp.array([1.0, 2.0, 4.0, 8.0]))
     np.testing.assert_allclose(token_rewards, [0, 0, 1, 6, 0, 8])
 
 
-allocators = {name: jax.jit(partial(rewards.allocate, name)) for name in rewards.ALLOCATIONS}
+allocators = {
+    name: jax.jit(partial(reward_allocation.allocate, name))
+    for name in reward_allocation.ALLOCATIONS
+}
 
 
-@pytest.mark.parametrize("name", rewards.ALLOCATIONS)
+@pytest.mark.parametrize("name", reward_allocation.ALLOCATIONS)
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(st.integers(0, 2**31), st.floats(0, 1, width=32))
 def test_rewards_sum_to_the_episodes_and_sit_on_agent_tokens(name, seed, gamma):
@@ -83,4 +90,4 @@ def test_rewards_sum_to_the_episodes_and_sit_on_agent_tokens(name, seed, gamma):
 
 def test_an_unknown_allocation_is_named_with_what_there_is():
     with pytest.raises(ValueError, match="unknown reward allocation 'first'; there are last_token"):
-        rewards.allocate("first", MASK, TURNS, 1.0, 1.0)
+        reward_allocation.allocate("first", MASK, TURNS, 1.0, 1.0)

@@ -17,7 +17,7 @@ MISTAKES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "B1": (
         "the dataset's reader changed and its caller did not: no run starts any more",
         {
-            "test_dataset.py": ("test_openmanus_parquet_is_read_as_it_is",),
+            "data/test_tasks.py": ("test_openmanus_parquet_is_read_as_it_is",),
             SCRIPTS: ("test_two_servers_are_started_trained_on_and_gone",),
         },
     ),
@@ -38,7 +38,7 @@ MISTAKES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
             "rollout/test_episode.py": (
                 "test_what_is_trained_is_token_for_token_what_was_sampled",
             ),
-            "rollout/test_samples.py": (
+            "rollout/test_batch.py": (
                 "test_token_rewards_add_up_to_the_episodes_reward_on_agent_tokens",
             ),
             "algorithms/test_advantages.py": ("test_whiten_does_not_blow_up_float_noise",),
@@ -48,7 +48,7 @@ MISTAKES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "the task that is played is the row's place in the batch, not the row's item",
         {
             "rollout/test_episode.py": ("test_the_item_of_the_row_is_the_item_that_is_played",),
-            "test_dataset.py": ("test_every_row_of_a_source_comes_once_an_epoch",),
+            "data/test_tasks.py": ("test_every_row_of_a_source_comes_once_an_epoch",),
         },
     ),
     "B5": (
@@ -57,10 +57,10 @@ MISTAKES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
             "rollout/test_episode.py": (
                 "test_a_group_is_one_item_and_its_members_differ_in_their_uid",
             ),
-            "runtime/test_experience.py": (
+            "training/test_experience.py": (
                 "test_episodes_that_lost_their_siblings_are_left_out_and_groups_without_signal_too",
             ),
-            "runtime/test_training.py": ("test_mistakes_are_found_before_anything_is_written",),
+            "training/test_training.py": ("test_mistakes_are_found_before_anything_is_written",),
         },
     ),
     "B6": (
@@ -79,7 +79,7 @@ MISTAKES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "PPO has a KL coefficient and no reference to take the KL to",
         {
             HERE: ("test_ppo_has_a_reference_and_its_kl_coefficient_is_the_one_that_was_set",),
-            "runtime/test_experience.py": (
+            "training/test_experience.py": (
                 "test_kl_in_the_reward_lowers_it_by_the_coefficient_times_the_difference",
             ),
         },
@@ -92,7 +92,7 @@ MISTAKES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "validation is configured and never runs",
         {
             HERE: ("test_val_only_validates_and_trains_nothing",),
-            "runtime/test_evaluation.py": ("test_validation_in_training_is_the_same_code",),
+            "evaluation/test_evaluation.py": ("test_validation_in_training_is_the_same_code",),
         },
     ),
     "B10": (
@@ -140,7 +140,7 @@ MISTAKES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "B15": (
         "only a window at the end of the conversation is trained, and rewards before it are lost",
         {
-            "rollout/test_samples.py": (
+            "rollout/test_batch.py": (
                 "test_a_batch_holds_every_turn_whatever_its_length",
                 "test_a_segment_longer_than_a_row_is_an_error_and_loses_no_reward_silently",
             ),
@@ -149,7 +149,7 @@ MISTAKES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "B16": (
         "log-probs are taken of other labels than the tokens that were sampled",
         {
-            "rollout/test_jax_engine.py": ("test_log_probs_of_whole_episodes_are_the_learners",),
+            "engines/test_jax_engine.py": ("test_log_probs_of_whole_episodes_are_the_learners",),
             "models/test_log_probs.py": ("test_values_and_gradients_equal_the_naive_ones",),
         },
     ),
@@ -159,7 +159,7 @@ MISTAKES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
             "rollout/test_episode.py": (
                 "test_the_prompt_and_the_observations_are_given_and_the_text_matches_the_log",
             ),
-            "test_chat.py": (
+            "data/test_chat.py": (
                 "test_real_conversations_train_on_what_the_agent_said_and_nothing_else",
             ),
         },
@@ -168,7 +168,7 @@ MISTAKES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "advantages run through observation tokens; the critic's mask is another one, and shifted",
         {
             "algorithms/test_advantages.py": ("test_inserting_observation_tokens_changes_nothing",),
-            "runtime/test_experience.py": ("test_observation_tokens_move_no_advantage",),
+            "training/test_experience.py": ("test_observation_tokens_move_no_advantage",),
             "models/test_transformer.py": ("test_a_value_is_of_the_state_before_its_token",),
         },
     ),
@@ -201,7 +201,7 @@ MISTAKES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
                 "distribution",
             ),
             "learner/test_update.py": ("test_schedules_by_hand",),
-            "rollout/test_jax_engine_sampling.py": (
+            "engines/test_jax_engine_sampling.py": (
                 "test_draws_follow_the_distribution_and_log_probs_are_its",
             ),
         },
@@ -263,7 +263,7 @@ MISTAKES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "B27": (
         "threads call the generating workers in an order that differs between them",
         {
-            "rollout/test_jax_engine.py": (
+            "engines/test_jax_engine.py": (
                 "test_a_request_gives_the_same_bits_alone_and_among_others",
             ),
             "rollout/test_runner.py": (
@@ -295,7 +295,7 @@ MISTAKES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
                 "test_an_observation_longer_than_its_limit_is_cut_in_the_middle",
                 "test_a_prompt_that_leaves_room_for_exactly_one_turn_is_played",
             ),
-            "rollout/test_samples.py": ("test_a_row_may_be_exactly_as_long_as_its_segment",),
+            "rollout/test_batch.py": ("test_a_row_may_be_exactly_as_long_as_its_segment",),
         },
     ),
     "B30": (
@@ -319,7 +319,7 @@ MISTAKES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "than the dataset",
         {
             HERE: ("test_validation_rows_that_are_also_training_rows_are_not_trained_on",),
-            "test_dataset.py": (
+            "data/test_tasks.py": (
                 "test_a_batch_larger_than_the_dataset_runs_on_into_the_next_epochs",
             ),
         },
@@ -340,11 +340,11 @@ MISTAKES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "B34": (
         "checkpoints hold weights alone, so that nothing resumes; one step fewer than asked for",
         {
-            "runtime/test_training.py": (
+            "training/test_training.py": (
                 "test_a_run_that_is_killed_again_and_again_ends_to_the_bit_where_an_untouched_one_"
                 "does",
             ),
-            "runtime/test_checkpoints.py": (
+            "training/test_checkpoints.py": (
                 "test_a_checkpoint_cut_short_by_a_kill_is_never_taken_for_a_whole_one",
             ),
         },
@@ -362,7 +362,7 @@ MISTAKES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "a score is written under one name and read under another; more devices are asked for than "
         "there are",
         {
-            "rollout/test_samples.py": ("test_a_score_replaces_the_environments_reward",),
+            "rollout/test_batch.py": ("test_a_score_replaces_the_environments_reward",),
             "learner/test_update.py": ("test_meshes_and_batches_that_do_not_fit_say_so",),
         },
     ),

@@ -14,23 +14,23 @@ import pytest
 
 from manus_jax import train
 from manus_jax.algorithms.recipes import compute_advantages
-from manus_jax.dataset import Task
-from manus_jax.learner.optimizer import adamw, learning_rate
-from manus_jax.models.architecture import Architecture
-from manus_jax.models.transformer import Compute, Transformer, abstract_model
-from manus_jax.rollout.samples import RewardAllocation, to_data_proto
-from manus_jax.rollout.trajectory import EpisodeSpec, Segment, Trajectory, Turn
-from manus_jax.runtime.assembly import read_task_sources
-from manus_jax.runtime.designs import make_recipe
-from manus_jax.runtime.experience import Experience
-from manus_jax.runtime.training import Timer, Trainer
-from manus_jax.settings import (
+from manus_jax.config.settings import (
     AlgorithmSettings,
     DataSettings,
     EnvSettings,
     OptimizerSettings,
     RolloutGroup,
 )
+from manus_jax.data.tasks import Task
+from manus_jax.learner.optimizer import adamw, learning_rate
+from manus_jax.models.architecture import Architecture
+from manus_jax.models.transformer import Compute, Transformer, abstract_model
+from manus_jax.rollout.batch import RewardAllocation, to_data_proto
+from manus_jax.rollout.trajectory import EpisodeSpec, Segment, Trajectory, Turn
+from manus_jax.training.build import read_task_sources
+from manus_jax.training.experience import Experience
+from manus_jax.training.learner_specs import make_recipe
+from manus_jax.training.trainer import Timer, Trainer
 
 EOS = 9
 

@@ -13,11 +13,11 @@ import pytest
 from envs import registry
 from manus_jax import evaluate, sft, train
 from manus_jax.agentgym.table import ENVIRONMENTS
-from manus_jax.config import ConfigError
+from manus_jax.config.binding import ConfigError
 from manus_jax.learner.mesh import check_batch, make_mesh
 from manus_jax.rewards import RewardSettings
-from manus_jax.runtime import assembly
-from manus_jax.runtime.playing import check_play, make_rollout
+from manus_jax.training import build as assembly
+from manus_jax.training.build_rollout import check_play, make_rollout
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("configs/*.gin"))

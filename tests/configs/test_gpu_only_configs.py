@@ -10,8 +10,8 @@ import pytest
 
 from manus_jax import train
 from manus_jax.learner.mesh import check_batch, make_mesh
-from manus_jax.rollout.vllm_options import parse_options
-from manus_jax.runtime.designs import make_recipe
+from manus_jax.training.learner_specs import make_recipe
+from manus_jax.vllm.options import parse_options
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("configs/gpu_only_*.gin"))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from manus_jax import settings
 from manus_jax.agentgym.rewards import Meaning
-from manus_jax.algorithms import aggregation, corrections, kl, recipes, rewards
+from manus_jax.algorithms import aggregation, corrections, kl, recipes, reward_allocation
+from manus_jax.config.binding import settings
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -157,7 +157,7 @@ def test_every_part_has_its_formula():
     for known in (
         recipes.ADVANTAGES,
         recipes.POLICY_LOSSES,
-        rewards.ALLOCATIONS,
+        reward_allocation.ALLOCATIONS,
         aggregation.MODES,
         corrections.CORRECTIONS,
     ):

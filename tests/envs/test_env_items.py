@@ -3,9 +3,9 @@
 import pytest
 
 from envs import items, registry
-from manus_jax.dataset import read_tasks
-from manus_jax.runtime.panels import make_panel
-from manus_jax.settings import EnvSettings
+from manus_jax.config.settings import EnvSettings
+from manus_jax.data.tasks import read_tasks
+from manus_jax.evaluation.eval_sets import make_panel
 
 
 def test_the_files_hold_the_splits_and_begin_with_the_panel(tmp_path):

@@ -15,7 +15,7 @@ from manus_jax.learner.mesh import make_mesh
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import pick_implementation
 from manus_jax.planning.compiling import CRITIC_FIELDS, lower_update, policy_fields
-from manus_jax.runtime.designs import design_critic, design_policy, make_recipe
+from manus_jax.training.learner_specs import design_critic, design_policy, make_recipe
 
 ROOT = Path(__file__).parents[2]
 # Like Qwen2.5-7B: seven query heads of 128 for each key-value head, with biases.

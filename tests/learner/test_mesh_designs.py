@@ -5,10 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from manus_jax.learner.mesh import MeshError, make_mesh
-from manus_jax.models.architecture import Architecture
-from manus_jax.runtime.designs import TrainConfig, design_critic, design_policy, make_recipe
-from manus_jax.settings import (
+from manus_jax.config.settings import (
     AlgorithmSettings,
     ComputeSettings,
     DataSettings,
@@ -21,6 +18,9 @@ from manus_jax.settings import (
     TrainSettings,
     WarmStartSettings,
 )
+from manus_jax.learner.mesh import MeshError, make_mesh
+from manus_jax.models.architecture import Architecture
+from manus_jax.training.learner_specs import TrainConfig, design_critic, design_policy, make_recipe
 
 QWEN_7B = Architecture("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, qkv_bias=True)
 

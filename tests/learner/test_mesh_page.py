@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from mesh_devices import gpus, tpus
 
+from manus_jax.config.settings import MeshSettings
 from manus_jax.learner.mesh import check_batch, check_model, make_mesh
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import pick_implementation
-from manus_jax.settings import MeshSettings
 
 PAGE = (Path(__file__).parents[2] / "docs/meshes.md").read_text()
 QWEN_7B = Architecture("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, qkv_bias=True)

@@ -8,7 +8,7 @@ import pytest
 from planned_runs import SETTINGS, arguments, planned, write_tiny
 
 from manus_jax import plan
-from manus_jax.config import ConfigError
+from manus_jax.config.binding import ConfigError
 from manus_jax.learner.mesh import MeshError
 from manus_jax.models.architecture import ModelError
 from manus_jax.planning import topologies
@@ -16,7 +16,7 @@ from manus_jax.planning.architectures import find_architecture
 from manus_jax.planning.plans import Traffic, make_plan
 from manus_jax.planning.tables import whole_sums
 from manus_jax.planning.topologies import TopologyError
-from manus_jax.runtime.designs import read_config
+from manus_jax.training.learner_specs import read_config
 
 
 @pytest.fixture

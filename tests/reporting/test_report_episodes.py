@@ -6,7 +6,7 @@ from pathlib import Path
 
 from report_runs import advantages_of, new_run, played
 
-from manus_jax.chat import END_OF_TURN
+from manus_jax.data.chat import END_OF_TURN
 from manus_jax.reporting import episodes
 from manus_jax.reporting.episodes import TokenTexts, browser_data, shortened, spread
 from manus_jax.rollout.trajectory import FailedEpisode

@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 from report_runs import small_run
 
-from manus_jax.runtime.progress import ProgressLine
-from manus_jax.runtime.training import Trainer
+from manus_jax.training.progress import ProgressLine
+from manus_jax.training.trainer import Trainer
 
 
 def report_of(path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from manus_jax.reporting.run_data import read_metrics, read_run
-from manus_jax.runtime.run_directory import RunDirectoryError, gin_bindings
+from manus_jax.training.run_directory import RunDirectoryError, gin_bindings
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:

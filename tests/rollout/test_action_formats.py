@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from manus_jax.agentgym.prompts import PROMPTS
 from manus_jax.agentgym.table import ENVIRONMENTS, environment
-from manus_jax.rollout import actions
-from manus_jax.rollout.actions import FORMATS, ActionFormat, format_for, register_format
+from manus_jax.rollout import action_formats as actions
+from manus_jax.rollout.action_formats import FORMATS, ActionFormat, format_for, register_format
 from manus_jax.rollout.runner import STACK_BYTES
 
 FITTING = [
@@ -221,7 +221,7 @@ def test_huge_texts_are_read_in_one_pass(name: str, unit: str) -> None:
 def test_nested_code_and_json_do_not_overflow_the_small_stack_of_an_episode() -> None:
     script = f"""
 import threading
-from manus_jax.rollout.actions import FORMATS
+from manus_jax.rollout.action_formats import FORMATS
 units = ("(", "[", "-", "not ", "lambda:", "1**", "1 if 1 else ", "a.", "a(", "1+", "await ", "{{")
 def read():
     for unit in units:

@@ -10,10 +10,10 @@ from scripted_engine import ScriptedEngine, oracle, says, spec_of
 
 from envs.maze.game import MazeGame
 from manus_jax.agentgym.pool import EnvironmentPool
-from manus_jax.chat import ChatTemplateError
-from manus_jax.rollout.dialogue import EngineAgent, turn_seed
-from manus_jax.rollout.engine import Sampling
+from manus_jax.data.chat import ChatTemplateError
+from manus_jax.engines.protocol import Sampling
 from manus_jax.rollout.episode import play_episode
+from manus_jax.rollout.llm_player import EngineAgent, turn_seed
 from manus_jax.rollout.prompts import PromptSettings
 from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import FailedEpisode, Trajectory, episode_specs

@@ -15,9 +15,9 @@ from manus_jax.agentgym.health import BackOff, HealthPolicy
 from manus_jax.agentgym.leases import PoolSettings
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.processes import ProcessSettings, ServerSupervisor
-from manus_jax.rollout.dialogue import EngineAgent
-from manus_jax.rollout.engine import EngineError, Generation, Request
+from manus_jax.engines.protocol import EngineError, Generation, Request
 from manus_jax.rollout.episode import play_episode
+from manus_jax.rollout.llm_player import EngineAgent
 from manus_jax.rollout.prompts import PromptSettings
 from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import FailedEpisode, Trajectory

@@ -4,9 +4,9 @@ import pytest
 
 from manus_jax.agentgym.prompts import PROMPTS
 from manus_jax.agentgym.table import ENVIRONMENTS, environment
-from manus_jax.chat import Message
-from manus_jax.dataset import Task
-from manus_jax.rollout.actions import FORMATS, format_for
+from manus_jax.data.chat import Message
+from manus_jax.data.tasks import Task
+from manus_jax.rollout.action_formats import FORMATS, format_for
 from manus_jax.rollout.prompts import (
     ACKNOWLEDGEMENT,
     PromptSettings,

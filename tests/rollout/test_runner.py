@@ -14,12 +14,12 @@ from scripted_engine import ScriptedEngine, oracle, says, spec_of
 from manus_jax.agentgym.leases import PoolSettings
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.settings import open_environments
-from manus_jax.chat import ChatTemplateError
-from manus_jax.dataset import Task
+from manus_jax.data.chat import ChatTemplateError
+from manus_jax.data.tasks import Task
+from manus_jax.engines.protocol import Generation, Request
 from manus_jax.rollout import runner
-from manus_jax.rollout.dialogue import EngineAgent
-from manus_jax.rollout.engine import Generation, Request
-from manus_jax.rollout.policies import OraclePolicy, RandomPolicy
+from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
+from manus_jax.rollout.llm_player import EngineAgent
 from manus_jax.rollout.prompts import PromptSettings
 from manus_jax.rollout.runner import run_episodes
 from manus_jax.rollout.settings import RolloutSettings

@@ -9,11 +9,11 @@ from scripted_engine import Script, ScriptedEngine, oracle
 from envs.traces import main
 from manus_jax.agentgym.settings import open_environments
 from manus_jax.agentgym.table import environment
-from manus_jax.chat import ChatStream
-from manus_jax.dataset import Task, read_tasks
-from manus_jax.rollout.actions import format_for
-from manus_jax.rollout.dialogue import EngineAgent
-from manus_jax.rollout.engine import Request, Sampling
+from manus_jax.data.chat import ChatStream
+from manus_jax.data.tasks import Task, read_tasks
+from manus_jax.engines.protocol import Request, Sampling
+from manus_jax.rollout.action_formats import format_for
+from manus_jax.rollout.llm_player import EngineAgent
 from manus_jax.rollout.prompts import PromptSettings, opening
 from manus_jax.rollout.runner import run_episodes
 from manus_jax.rollout.settings import RolloutSettings

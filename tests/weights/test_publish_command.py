@@ -2,20 +2,17 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from published_models import CARD, changed, copies, exported, model
+from vllm_loopback import LoopbackServer
 
+from manus_jax.engines.protocol import EngineError
 from manus_jax.publish import main, publish_run
-from manus_jax.rollout.engine import EngineError
-from manus_jax.runtime import checkpoints
-from manus_jax.runtime.checkpoints import CheckpointError
+from manus_jax.training import checkpoints
+from manus_jax.training.checkpoints import CheckpointError
 from manus_jax.weights.manifest import published_versions
 from manus_jax.weights.mirror import Mirror
-
-sys.path.append(str(Path(__file__).parent.parent / "rollout"))
-from vllm_loopback import LoopbackServer
 
 
 def save_step(run, step, params):

@@ -40,8 +40,8 @@ import sys
 from pathlib import Path
 import jax
 import numpy as np
-from manus_jax.runtime.distributed import joined
-from manus_jax.settings import DistributedSettings
+from manus_jax.training.distributed import joined
+from manus_jax.config.settings import DistributedSettings
 
 settings = DistributedSettings(coordinator=sys.argv[1], processes=2, process_id=int(sys.argv[2]))
 with joined(settings, ()) as team:

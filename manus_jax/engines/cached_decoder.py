@@ -1,0 +1,377 @@
+"""The decoder over a cache of keys and values: filling it with tokens, and decoding from it.
+
+The one idea: a token's result depends on its own stream and on nothing else. Keys and values are
+written to the cache first and then read from it in blocks at fixed places, rows never mix, and what
+a mask hides adds exact zeros. So it makes no difference how a prompt is cut, which slot it is in,
+what else runs beside it, or where a dispatch ends.
+
+Each block of each layer is an array of its own and layers are unrolled, because a matrix product
+over a part of an array copies that part, at every step. Blocks double in size; those that no stream
+in the batch has reached yet are skipped.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from manus_jax.engines.sampling import Controls, no_controls, sample
+from manus_jax.learner.mesh import batch_shards, param_shardings, replicated
+from manus_jax.models.architecture import Architecture
+from manus_jax.models.attention import BATCH_AXES
+from manus_jax.models.plain_attention import NEGATIVE
+from manus_jax.models.transformer import (
+    Compute,
+    Params,
+    Transformer,
+    abstract_model,
+    block,
+    rms_norm,
+    rope_angles,
+)
+
+FIRST_BLOCK = 128
+MAX_STOP_IDS = 8
+NO_SLOT = 2**30
+
+Weights = dict[str, Any]
+Blocks = tuple[jax.Array, ...]
+"""Consecutive parts [slots, kv_heads, length, head_dim] of all slots' keys, or values."""
+Cache = tuple[tuple[Blocks, Blocks], ...]
+"""Per layer, keys and values."""
+Running = tuple[jax.Array, jax.Array, jax.Array]
+"""Of a softmax so far: the highest score, the mass relative to it, and the weighted sum."""
+
+
+class Chunks(NamedTuple):
+    """Tokens to be written to the cache: chunks of streams, several of one stream if it is long.
+
+    `rows` int32 [rows] is each chunk's slot, `tokens` and `positions` are int32 [rows, chunk];
+    position -1 is padding.
+    """
+
+    rows: Any
+    tokens: Any
+    positions: Any
+
+
+class Lanes(NamedTuple):
+    """Streams to be decoded, one per lane; a lane of budget 0 is empty.
+
+    All are [lanes]: `rows` the slot, or None where lane and slot are the same, `tokens` the last
+    token of the stream, which is not in the cache yet, `positions` its place, `budget` the number
+    of tokens wanted; `stop_ids` is [lanes, MAX_STOP_IDS], padded with -1.
+    """
+
+    rows: Any
+    tokens: Any
+    positions: Any
+    budget: Any
+    stop_ids: Any
+    controls: Controls
+
+
+class Decoded(NamedTuple):
+    """`tokens` and `log_probs` [steps, lanes]; a lane's first `counts` [lanes] of them are real."""
+
+    tokens: Any
+    log_probs: Any
+    counts: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedDecoder:
+    """The programs of one model, compiled once for all decoders that are equal.
+
+    `slots` is a multiple of 16 (see `lane_sizes`); `max_steps` bounds the tokens per lane that one
+    call of `decode` may produce. Programs take the cache's buffers and give them back.
+    """
+
+    arch: Architecture
+    dtype: str
+    slots: int
+    max_length: int
+    max_steps: int
+    mesh: Mesh | None = None
+
+    def cache_sharding(self) -> Sharding:
+        """Heads over "tensor"; slots over the batch axes where they divide."""
+        if self.mesh is None:
+            return self._everywhere()
+        rows = BATCH_AXES if self.slots % batch_shards(self.mesh) == 0 else None
+        heads = "tensor" if self.arch.num_kv_heads % self.mesh.shape["tensor"] == 0 else None
+        return NamedSharding(self.mesh, P(rows, heads, None, None))
+
+    def new_cache(self) -> Cache:
+        def zeros(length: int) -> jax.Array:
+            shape = (self.slots, self.arch.num_kv_heads, length, self.arch.head_dim)
+            return jnp.zeros(shape, jnp.dtype(self.dtype), device=self.cache_sharding())
+
+        part = lambda: tuple(zeros(length) for length in block_lengths(self.max_length))
+        return tuple((part(), part()) for _ in range(self.arch.num_layers))
+
+    def weights(self, params: Params) -> Weights:
+        """A copy of the policy's parameters in the compute type, a dict per layer.
+
+        A copy even where nothing changes: the learner gives its own buffers away at every update.
+        """
+        shardings = self._everywhere() if self.mesh is None else param_shardings(params, self.mesh)
+        return self._unstack(jax.device_put(params, shardings))
+
+    @functools.cached_property
+    def _unstack(self) -> Callable[[Params], Weights]:
+        dtype = jnp.dtype(self.dtype)
+        copy = lambda x: jnp.copy(x) if x.dtype == dtype else x.astype(dtype)
+        names = ["embed", "norm"]
+
+        def unstack(params: Params) -> Weights:
+            backbone = params["backbone"]
+            layers = [
+                {name: copy(x[i]) for name, x in backbone["layers"].items()}
+                for i in range(self.arch.num_layers)
+            ]
+            out = {name: copy(backbone[name]) for name in names}
+            if not self.arch.tie_embeddings:
+                out["lm_head"] = copy(params["lm_head"])
+            return {**out, "layers": tuple(layers)}
+
+        if self.mesh is None:
+            return jax.jit(unstack)
+        _, shapes = abstract_model(Transformer, self.arch, Compute())
+        stacked = param_shardings(shapes, self.mesh)
+        layer = {
+            name: NamedSharding(s.mesh, P(*s.spec[1:]))
+            for name, s in stacked["backbone"]["layers"].items()
+        }
+        out = {name: stacked["backbone"][name] for name in names}
+        if not self.arch.tie_embeddings:
+            out["lm_head"] = stacked["lm_head"]
+        return jax.jit(unstack, out_shardings={**out, "layers": (layer,) * self.arch.num_layers})
+
+    def place(self, batch: Any) -> Any:
+        """Host arrays on the device, explicitly, as a transfer guard demands."""
+        return jax.device_put(batch, self._everywhere())
+
+    def _everywhere(self) -> Sharding:
+        if self.mesh is None:
+            return SingleDeviceSharding(jax.local_devices()[0])
+        return replicated(self.mesh)
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+    def fill(self, weights: Weights, cache: Cache, chunks: Chunks) -> Cache:
+        """Writes the chunks' keys and values. The last layer's output is never computed."""
+        return self._settled(self._forward(weights, cache, *chunks)[1])
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def copy(self, cache: Cache, source: jax.Array, target: jax.Array) -> Cache:
+        """Writes all of slot `source` to slot `target`."""
+
+        def move(x: jax.Array) -> jax.Array:
+            row = jax.lax.dynamic_index_in_dim(x, source, axis=0)
+            return jax.lax.dynamic_update_index_in_dim(x, row, target, axis=0)
+
+        return self._settled(jax.tree.map(move, cache))
+
+    def _settled(self, cache: Cache) -> Cache:
+        if self.mesh is None:
+            return cache
+        return jax.lax.with_sharding_constraint(cache, self.cache_sharding())
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+    def decode(
+        self, weights: Weights, cache: Cache, lanes: Lanes, steps: jax.Array
+    ) -> tuple[Cache, Decoded]:
+        """Up to `steps` tokens per lane, fewer where a lane meets a stop id or its budget."""
+        head = weights["embed" if self.arch.tie_embeddings else "lm_head"]
+        width = lanes.tokens.shape[0]
+
+        def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
+            i, cache, tokens, alive, out = state
+            positions = jnp.where(alive, lanes.positions + i, -1)
+            hidden, cache = self._forward(
+                weights, cache, lanes.rows, tokens[:, None], positions[:, None]
+            )
+            logits = jnp.einsum(
+                "vd,dr->vr",
+                head,
+                _transposed(hidden[:, 0]),
+                preferred_element_type=jnp.float32,
+            )
+            tokens, log_probs = sample(logits, lanes.controls, positions + 1)
+            counts = out.counts + alive
+            stopped = jnp.any(tokens[:, None] == lanes.stop_ids, axis=1)
+            out = Decoded(out.tokens.at[i].set(tokens), out.log_probs.at[i].set(log_probs), counts)
+            return i + 1, cache, tokens, alive & ~stopped & (counts < lanes.budget), out
+
+        empty = Decoded(
+            jnp.zeros((self.max_steps, width), jnp.int32),
+            jnp.zeros((self.max_steps, width), jnp.float32),
+            jnp.zeros((width,), jnp.int32),
+        )
+        start = (jnp.int32(0), cache, lanes.tokens, lanes.budget > 0, empty)
+        end = jax.lax.while_loop(lambda s: (s[0] < steps) & jnp.any(s[3]), step, start)
+        return self._settled(end[1]), end[4]
+
+    def _forward(
+        self,
+        weights: Weights,
+        cache: Cache,
+        rows: jax.Array | None,
+        tokens: jax.Array,
+        positions: jax.Array,
+    ) -> tuple[jax.Array, Cache]:
+        """Hidden states [rows, chunk, hidden] of the tokens, and the cache that holds them."""
+        rope = rope_angles(positions, self.arch)
+        x = jnp.take(weights["embed"], tokens, axis=0)
+        layers = []
+        for params, (keys, values) in zip(weights["layers"], cache, strict=True):
+            written: list[Blocks] = []
+
+            def attend(
+                q: jax.Array,
+                k: jax.Array,
+                v: jax.Array,
+                keys: Blocks = keys,
+                values: Blocks = values,
+                written: list[Blocks] = written,
+            ) -> jax.Array:
+                written += [write(keys, k, rows, positions), write(values, v, rows, positions)]
+                return attend_cache(q, written[0], written[1], rows, positions)
+
+            x = block(params, x, rope, attend, self.arch, _weights_first)
+            layers.append((written[0], written[1]))
+        return rms_norm(x, weights["norm"], self.arch.norm_eps), tuple(layers)
+
+
+def _transposed(x: jax.Array) -> jax.Array:
+    """`x` [rows, in] as [in, rows] in memory; XLA would fold a plain transpose into the product."""
+    return jax.lax.optimization_barrier(x.T)
+
+
+def _weights_first(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
+    """`one_by_one` with the weights as the left operands.
+
+    CPU kernels repack their right operand on every call. With few rows to share the cost that
+    would be most of the work if it were the weights.
+    """
+    columns = _transposed(x.reshape(-1, x.shape[-1]))
+    ys = (jnp.einsum("oi,ir->or", w, columns) for w in weights)
+    return [jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], -1) for y in ys]
+
+
+def write(blocks: Blocks, new: jax.Array, rows: jax.Array | None, positions: jax.Array) -> Blocks:
+    """Puts `new` [rows, chunk, kv_heads, dim] at `positions` [rows, chunk] of its rows' slots.
+
+    Padding (position -1) is dropped.
+    """
+    row = (jnp.arange(new.shape[0]) if rows is None else rows)[:, None]
+    written, start = [], 0
+    for part in blocks:
+        inside = positions - start
+        places = jnp.where((inside < 0) | (inside >= part.shape[2]), part.shape[2], inside)
+        written.append(part.at[row, :, places].set(new, mode="drop"))
+        start += part.shape[2]
+    return tuple(written)
+
+
+def attend_cache(
+    q: jax.Array, keys: Blocks, values: Blocks, rows: jax.Array | None, positions: jax.Array
+) -> jax.Array:
+    """Attention of `q` [rows, chunk, heads, dim] over the slots of `rows`, up to `positions`.
+
+    Block by block with a running softmax; `positions` is [rows, chunk].
+    """
+    count, chunk, heads, dim = q.shape
+    kv_heads = keys[0].shape[1]
+    group = heads // kv_heads
+    queries = (q * dim**-0.5).reshape(count, chunk, kv_heads, group, dim)
+    queries = queries.transpose(0, 2, 3, 1, 4).reshape(count, kv_heads, group * chunk, dim)
+    last = jnp.tile(positions, (1, group))[:, None, :, None]
+    of_rows = lambda part: part if rows is None else part.at[rows].get(mode="clip")
+
+    def scores_of(part: jax.Array) -> jax.Array:
+        if chunk > 1:
+            return jnp.einsum("rhmd,rhtd->rhmt", queries, part, preferred_element_type=jnp.float32)
+        # As in `_weights_first`: the larger operand is the left one.
+        right = jax.lax.optimization_barrier(queries.swapaxes(2, 3))
+        scores = jnp.einsum("rhtd,rhdm->rhtm", part, right, preferred_element_type=jnp.float32)
+        return jax.lax.optimization_barrier(scores).swapaxes(2, 3)
+
+    def add(carry: Running, start: int, key: jax.Array, value: jax.Array) -> Running:
+        top, mass, out = carry
+        visible = start + jnp.arange(key.shape[2]) <= last
+        scores = jnp.where(visible, scores_of(of_rows(key)), NEGATIVE)
+        higher = jnp.maximum(top, scores.max(axis=-1))
+        weights = jnp.exp(scores - higher[..., None])
+        shrink = jnp.exp(top - higher)
+        added = jnp.einsum(
+            "rhmt,rhtd->rhmd",
+            weights.astype(value.dtype),
+            of_rows(value),
+            preferred_element_type=jnp.float32,
+        )
+        return higher, mass * shrink + weights.sum(axis=-1), out * shrink[..., None] + added
+
+    shape = queries.shape[:-1]
+    carry: Running = (
+        jnp.full(shape, NEGATIVE, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros(queries.shape, jnp.float32),
+    )
+    farthest, start = jnp.max(positions), 0
+    for key, value in zip(keys, values, strict=True):
+        reached = functools.partial(add, start=start, key=key, value=value)
+        carry = (
+            reached(carry)
+            if start == 0
+            else jax.lax.cond(farthest >= start, reached, lambda carry: carry, carry)
+        )
+        start += key.shape[2]
+    _, mass, out = carry
+    out = (out / mass[..., None]).reshape(count, kv_heads, group, chunk, dim)
+    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+
+
+def block_lengths(max_length: int) -> tuple[int, ...]:
+    """The lengths of a cache's blocks: each as long as all before it, the last as is needed."""
+    lengths = [FIRST_BLOCK]
+    while (total := sum(lengths)) < max_length:
+        lengths.append(min(total, -(-(max_length - total) // FIRST_BLOCK) * FIRST_BLOCK))
+    return tuple(lengths)
+
+
+def lane_sizes(slots: int) -> tuple[int, ...]:
+    """How many lanes a dispatch may have, ascending; the last is a lane for every slot.
+
+    The products of a CPU give a row the same bits at any number of rows that fills their tiles.
+    """
+    if slots <= 128:
+        return (-(-slots // 16) * 16,)
+    return (64, -(-slots // 64) * 64)
+
+
+def empty_lanes(width: int, slots: int) -> Lanes:
+    """Host arrays for a dispatch, to be filled in; a row past the last slot writes nothing."""
+    return Lanes(
+        rows=None if width == slots else np.full(width, NO_SLOT, np.int32),
+        tokens=np.zeros(width, np.int32),
+        positions=np.zeros(width, np.int32),
+        budget=np.zeros(width, np.int32),
+        stop_ids=np.full((width, MAX_STOP_IDS), -1, np.int32),
+        controls=no_controls(width),
+    )
+
+
+def empty_chunks(rows: int, chunk: int) -> Chunks:
+    """As `empty_lanes`."""
+    return Chunks(
+        rows=np.full(rows, NO_SLOT, np.int32),
+        tokens=np.zeros((rows, chunk), np.int32),
+        positions=np.full((rows, chunk), -1, np.int32),
+    )

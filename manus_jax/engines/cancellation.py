@@ -1,0 +1,63 @@
+"""Ending many episodes at once, promptly, wherever each of them is waiting.
+
+The one idea: threads wait on events, never in a polling loop, and `cancel` knows all of them. A
+thread inside a call to an environment server notices when the call returns.
+"""
+
+import threading
+from concurrent.futures import CancelledError, Future
+
+from manus_jax.engines.protocol import EngineError, Generation
+
+
+class Cancelled(Exception):
+    """The episode is to end now."""
+
+
+class Cancellation:
+    """Shared by the episodes of a run; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._event = threading.Event()
+        self._waiting: dict[threading.Event, Future[Generation]] = {}
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._event.set()
+            waiting = dict(self._waiting)
+        for wake, future in waiting.items():
+            future.cancel()
+            wake.set()
+
+    def check(self) -> None:
+        """Raises Cancelled once `cancel` was called."""
+        if self._event.is_set():
+            raise Cancelled
+
+    def sleep(self, seconds: float) -> None:
+        if self._event.wait(seconds):
+            raise Cancelled
+
+    def result(self, future: "Future[Generation]", timeout: float) -> Generation:
+        """The engine's answer; EngineError when it does not come in time or was withdrawn."""
+        wake = threading.Event()
+        with self._lock:
+            self._waiting[wake] = future
+        try:
+            future.add_done_callback(lambda _: wake.set())
+            if self._event.is_set():
+                future.cancel()
+                raise Cancelled
+            in_time = wake.wait(timeout)
+        finally:
+            with self._lock:
+                del self._waiting[wake]
+        self.check()
+        if not in_time:
+            future.cancel()
+            raise EngineError(f"the engine did not answer within {timeout:g} s")
+        try:
+            return future.result()
+        except CancelledError:
+            raise EngineError("the engine withdrew the request") from None

@@ -1,0 +1,166 @@
+"""Drawing one token per row from its logits, on the device.
+
+The one idea: a draw needs one uniform number and no sorting. Probabilities are summed in blocks
+of the vocabulary; the number picks a block, then a token inside it. Top-k, top-p and min-p all
+keep the tokens whose logit lies within some distance of the highest, so each is one distance per
+row, found by bisection; tokens at exactly that distance are all kept. Logits are laid out
+[vocab, rows], as the LM head makes them fastest and with every reduction over the long axis.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from manus_jax.engines.protocol import Sampling
+
+BLOCK = 128
+# Below this distance from the highest logit a float32 probability is zero.
+_FARTHEST = 104.0
+
+
+class Controls(NamedTuple):
+    """How each row is sampled. All arrays are [rows], `seeds` is uint32 [rows, 2]."""
+
+    temperature: Any
+    top_p: Any
+    top_k: Any
+    min_p: Any
+    seeds: Any
+
+    def put(self, row: int, how: Sampling, seed: int) -> None:
+        """Sets a row of host arrays; of the seed, any integer, 64 bits count."""
+        self.temperature[row] = how.temperature
+        self.top_p[row] = how.top_p
+        self.top_k[row] = how.top_k
+        self.min_p[row] = how.min_p
+        self.seeds[row] = (seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF
+
+
+def no_controls(rows: int) -> Controls:
+    """Host arrays: temperature 1, seed 0."""
+    return Controls(
+        temperature=np.ones(rows, np.float32),
+        top_p=np.ones(rows, np.float32),
+        top_k=np.zeros(rows, np.int32),
+        min_p=np.zeros(rows, np.float32),
+        seeds=np.zeros((rows, 2), np.uint32),
+    )
+
+
+def problem_with(how: Sampling) -> str | None:
+    """What makes these settings impossible to sample with."""
+    if how.max_tokens < 1:
+        return f"max_tokens = {how.max_tokens}: at least 1"
+    if how.temperature < 0 or how.top_k < 0:
+        return f"temperature and top_k must not be negative: {how.temperature}, {how.top_k}"
+    if not 0 < how.top_p <= 1 or not 0 <= how.min_p <= 1:
+        return f"top_p lies above 0 and up to 1, min_p in 0..1: {how.top_p}, {how.min_p}"
+    return None
+
+
+def sample(
+    logits: jax.Array, controls: Controls, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Draws a token for each row; the draw is a function of the row's seed and position alone.
+
+    The logits are divided by the temperature; then min-p, top-k and, on what these leave, top-p
+    drop tokens. Temperature 0 takes the likeliest token (the first of equals) and gives its
+    log-prob under temperature 1, nothing dropped.
+
+    Args:
+      logits: float32 [vocab, rows].
+      controls: see `Controls`.
+      positions: int32 [rows], the place in its stream of the token to be drawn.
+
+    Returns:
+      Tokens int32 [rows], and the log-prob of each under the distribution it was drawn from.
+    """
+    greedy = controls.temperature == 0
+    scaled = logits / jnp.where(greedy, 1.0, controls.temperature)
+    missing = -scaled.shape[0] % BLOCK
+    if missing:
+        scaled = jnp.pad(scaled, ((0, missing), (0, 0)), constant_values=-jnp.inf)
+    blocks = scaled.reshape(-1, BLOCK, scaled.shape[1])
+    distances = blocks.max(axis=(0, 1)) - blocks
+    cuts = jnp.where(greedy, 0.0, _cuts(distances, controls))
+    masses = _mass(distances, cuts)
+    total = masses.sum(axis=0)
+    # A greedy draw is a draw from the likeliest tokens alone by the number zero.
+    target = jnp.where(greedy, 0.0, _uniform(controls.seeds, positions)) * total
+
+    block, before = _first_above(masses, target)
+    inside = jnp.take_along_axis(distances, block[None, None, :], axis=0)[0]
+    weights = jnp.where(inside <= cuts, jnp.exp(-inside), 0.0)
+    token, _ = _first_above(weights, target - before)
+    everything = jax.lax.cond(
+        jnp.any(greedy), lambda: _mass(distances, jnp.inf).sum(axis=0), lambda: total
+    )
+    distance = jnp.take_along_axis(inside, token[None, :], axis=0)[0]
+    log_probs = -distance - jnp.log(jnp.where(greedy, everything, total))
+    return block * BLOCK + token, log_probs
+
+
+def _uniform(seeds: jax.Array, positions: jax.Array) -> jax.Array:
+    keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")
+    return jax.vmap(lambda key, at: jax.random.uniform(jax.random.fold_in(key, at)))(
+        keys, positions
+    )
+
+
+def _first_above(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first index where the running sum of `weights` [n, rows] exceeds `target` [rows], and
+    the sum before it. Never an index of weight zero, whatever rounding did to the target."""
+    sums = jnp.cumsum(weights, axis=0)
+    index = jnp.sum(sums <= target, axis=0)
+    counts = jnp.arange(weights.shape[0], dtype=jnp.int32)[:, None]
+    last = jnp.max(jnp.where(weights > 0, counts, 0), axis=0)
+    index = jnp.minimum(index, last).astype(jnp.int32)
+    before = jnp.take_along_axis(sums - weights, index[None, :], axis=0)[0]
+    return index, before
+
+
+def _mass(distances: jax.Array, cuts: jax.Array | float) -> jax.Array:
+    """Unnormalised probability within the cut, per block: [blocks, rows]."""
+    return jnp.where(distances <= cuts, jnp.exp(-distances), 0.0).sum(axis=1)
+
+
+def _cuts(distances: jax.Array, controls: Controls) -> jax.Array:
+    """How far from the highest logit a token may lie to be kept: [rows]."""
+    cuts = jnp.where(controls.min_p > 0, -jnp.log(controls.min_p), jnp.inf)
+    limited = controls.top_k > 0
+    counted = lambda: _bisect(
+        lambda cut: jnp.where(distances <= cut, 1.0, 0.0).sum(axis=1).sum(axis=0) >= controls.top_k,
+        cuts.shape,
+    )
+    by_count = jax.lax.cond(jnp.any(limited), counted, lambda: jnp.full_like(cuts, jnp.inf))
+    cuts = jnp.minimum(cuts, jnp.where(limited, by_count, jnp.inf))
+    nucleus = controls.top_p < 1
+
+    def weighed() -> jax.Array:
+        needed = controls.top_p * _mass(distances, cuts).sum(axis=0)
+        return _bisect(lambda cut: _mass(distances, cut).sum(axis=0) >= needed, cuts.shape)
+
+    by_mass = jax.lax.cond(jnp.any(nucleus), weighed, lambda: jnp.full_like(cuts, jnp.inf))
+    return jnp.minimum(cuts, jnp.where(nucleus, by_mass, jnp.inf))
+
+
+def _bisect(enough: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    """The smallest float32 in 0..104 for which `enough`, which is monotone, holds; else 104.
+
+    The bits of non-negative floats are ordered like the floats, so halving the interval of bits
+    ends at an exact float.
+    """
+    as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
+    most = jax.lax.bitcast_convert_type(jnp.float32(_FARTHEST), jnp.int32)
+
+    def halve(_: int, interval: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = interval
+        middle = low + (high - low) // 2
+        holds = enough(as_float(middle))
+        return jnp.where(holds, low, middle + 1), jnp.where(holds, middle, high)
+
+    interval = jnp.zeros(shape, jnp.int32), jnp.full(shape, most)
+    return as_float(jax.lax.fori_loop(0, 31, halve, interval)[1])

@@ -1,0 +1,251 @@
+"""The agent that speaks through an engine: exact tokens in, exact tokens out.
+
+The one idea: the stream of an episode only ever grows. The opening is tokenized once; then what the
+engine sampled is appended as it is, and after it what the chat template puts before the next turn.
+Nothing that was sampled is ever decoded and encoded again; text is made of it for the parser alone.
+With a bounded memory the stream forks instead: a new opening, then the kept turns' own tokens.
+"""
+
+import dataclasses
+import hashlib
+import logging
+import math
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from manus_jax.agentgym.table import environment
+from manus_jax.data.chat import ChatStream, Message
+from manus_jax.data.tasks import Task
+from manus_jax.engines.protocol import Engine, EngineError, Generation, Request, Sampling
+from manus_jax.rollout.action_formats import format_for
+from manus_jax.rollout.player import Answer, NoAnswer, Part
+from manus_jax.rollout.prompts import cut_middle, opening, rejoined
+from manus_jax.rollout.settings import RolloutSettings
+from manus_jax.rollout.trajectory import Segment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+
+
+def turn_seed(run_seed: int, uid: str, turn: int) -> int:
+    """The seed of one turn, in 31 bits: the same on every machine, in every process."""
+    digest = hashlib.sha256(f"{run_seed}/{turn}/{uid}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") >> 1
+
+
+class Voice:
+    """A tokenizer and its chat template, for many threads."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+        self._chat = ChatStream(tokenizer)
+        # A tokenizer's truncation and padding are state that every call sets.
+        self._lock = threading.Lock()
+        eos = tokenizer.eos_token_id
+        ends = {self._chat.stop_id} | (set() if eos is None else {eos})
+        self.stop_ids = tuple(sorted(ends))
+
+    def start(self, messages: Sequence[Message]) -> list[int]:
+        with self._lock:
+            return self._chat.start(messages)
+
+    def extend(self, sampled: Sequence[int], text: str) -> list[int]:
+        with self._lock:
+            return self._chat.extend(sampled, [Message("user", text)])
+
+    def check(self, env: str, settings: RolloutSettings) -> None:
+        """ChatTemplateError for a template that cannot write the turns of this environment."""
+        action_format = format_for(environment(env), settings.action_format)
+        first = opening(Task(env, 0, f"{env}_0"), action_format, settings.prompt)
+        self.start(first.messages("An observation."))
+        self.extend((), "An observation.")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        with self._lock:
+            return self._tokenizer.decode(
+                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+
+    def shortened(self, text: str, limit: int) -> str:
+        """The text, cut in the middle until it has at most `limit` tokens or only says so."""
+        if len(text.encode()) <= limit:  # no tokenizer makes more tokens than bytes
+            return text
+        kept, cut = len(text), text
+        while kept and (tokens := self._count(cut)) > limit:
+            kept = int(0.95 * kept * limit / tokens)
+            cut = cut_middle(text, kept)
+        return cut
+
+    def _count(self, text: str) -> int:
+        with self._lock:
+            return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@dataclasses.dataclass
+class _Stream:
+    """A segment as it grows."""
+
+    ids: list[int] = dataclasses.field(default_factory=list)
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    turn_ids: list[int] = dataclasses.field(default_factory=list)
+
+    def add_given(self, ids: Sequence[int]) -> None:
+        self.ids += ids
+        self.log_probs += [0.0] * len(ids)
+        self.versions += [-1] * len(ids)
+        self.turn_ids += [-1] * len(ids)
+
+    def add_sampled(self, generation: Generation, turn: int) -> None:
+        self.ids += generation.token_ids
+        self.log_probs += generation.log_probs
+        self.versions += generation.versions
+        self.turn_ids += [turn] * len(generation.token_ids)
+
+    def frozen(self) -> Segment:
+        """All up to the last token of the last turn; empty where there is no turn."""
+        turn_ids = np.array(self.turn_ids, np.int32)
+        end = int(np.flatnonzero(turn_ids >= 0).max(initial=-1)) + 1
+        return Segment(
+            token_ids=np.array(self.ids[:end], np.int32),
+            loss_mask=turn_ids[:end] >= 0,
+            log_probs=np.array(self.log_probs[:end], np.float32),
+            versions=np.array(self.versions[:end], np.int32),
+            turn_ids=turn_ids[:end],
+        )
+
+
+class EngineAgent:
+    """Plays with an engine's weights; one for all episodes."""
+
+    def __init__(self, engine: Engine, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._engine = engine
+        self._voice = Voice(tokenizer)
+
+    def check(self, env: str, settings: RolloutSettings) -> None:
+        """A model plays everything that its chat template can write."""
+        self._voice.check(env, settings)
+
+    def player(self, part: Part) -> "Dialogue":
+        return Dialogue(self._engine, self._voice, part)
+
+
+class Dialogue:
+    """One attempt at an episode. Belongs to one thread."""
+
+    def __init__(self, engine: Engine, voice: Voice, part: Part) -> None:
+        self._engine = engine
+        self._voice = voice
+        self._part = part
+        self._settings = part.settings
+        self._streams: list[_Stream] = []
+        self._observations: list[str] = []  # number n is what turn n answers
+        self._sampled: list[tuple[int, ...]] = []  # the tokens of each turn
+        self._replies: list[list[int]] = []  # the tokens between a turn and the next
+        self._said: list[int] = []  # the newest prompt with what was sampled after it
+        self.prompts_extended = 0
+        self.prompts_forked = 0
+
+    def hear(self, observation: str) -> str:
+        # A server's JSON can hold half a character, which no tokenizer takes.
+        whole = observation.encode("utf-8", "replace").decode("utf-8")
+        told = self._voice.shortened(whole, self._settings.max_observation_tokens)
+        self._observations.append(told)
+        if not self._sampled:
+            self._fork(self._voice.start(self._part.opening.messages(told)))
+            return told
+        self._replies.append(self._voice.extend(self._sampled[-1], told))
+        kept = self._settings.memory_turns
+        if kept is not None and len(self._sampled) > kept:
+            self._fork(self._remembered(kept))
+        else:
+            self._streams[-1].add_given(self._replies[-1])
+        return told
+
+    def answer(self, turn: int) -> Answer:
+        stream = self._streams[-1]
+        prompt = list(stream.ids)
+        if self._said:
+            extends = prompt[: len(self._said)] == self._said
+            self.prompts_extended += extends
+            self.prompts_forked += not extends
+        generation = self._generate(prompt, turn)
+        stream.add_sampled(generation, turn)
+        self._said = list(stream.ids)
+        self._sampled.append(generation.token_ids)
+        return Answer(
+            text=self._voice.decode(generation.token_ids),
+            cut=generation.finish_reason == "length",
+            segment=len(self._streams) - 1,
+            start=len(prompt),
+            stop=len(stream.ids),
+        )
+
+    def segments(self) -> tuple[Segment, ...]:
+        return tuple(segment for stream in self._streams if len(segment := stream.frozen()))
+
+    def close(self) -> None:
+        if self._streams:
+            self._release()
+
+    def _remembered(self, kept: int) -> list[int]:
+        """A prompt of the opening, told anew, and the own tokens of the last turns."""
+        left_out = len(self._sampled) - kept
+        observation = rejoined(self._observations[0], left_out, self._observations[left_out])
+        ids = self._voice.start(self._part.opening.messages(observation))
+        for turn in range(left_out, len(self._sampled)):
+            ids += self._sampled[turn]
+            ids += self._replies[turn]
+        return ids
+
+    def _fork(self, ids: list[int]) -> None:
+        if self._streams:
+            self._release()
+        self._streams.append(_Stream())
+        self._streams[-1].add_given(ids)
+
+    @property
+    def _session(self) -> str:
+        return f"{self._part.spec.uid}/{self._part.attempt}/{len(self._streams) - 1}"
+
+    def _release(self) -> None:
+        try:
+            self._engine.release(self._session)
+        except EngineError as error:  # the tokens are safe; only the engine's cache is not freed
+            _log.warning("%s was not released: %s", self._session, error)
+
+    def _generate(self, prompt: list[int], turn: int) -> Generation:
+        asked = self._settings.sampling
+        room = min(self._settings.max_total_tokens, self._engine.max_length) - len(prompt)
+        most = min(asked.max_tokens, room)
+        if most < min(self._settings.min_turn_tokens, asked.max_tokens):
+            raise NoAnswer("context")
+        stop_ids = tuple(sorted({*self._voice.stop_ids, *asked.stop_ids}))
+        sampling = dataclasses.replace(asked, max_tokens=most, stop_ids=stop_ids)
+        seed = turn_seed(self._settings.seed, self._part.spec.uid, turn)
+        request = Request(tuple(prompt), sampling, seed, self._session)
+        future = self._engine.submit(request)
+        generation = self._part.cancellation.result(future, self._settings.generation_timeout)
+        _check(generation, sampling)
+        return generation
+
+
+def _check(generation: Generation, sampling: Sampling) -> None:
+    """An engine's answer that could not be trained on is a failure of the engine."""
+    tokens = len(generation.token_ids)
+    if generation.finish_reason == "cancelled":
+        raise EngineError("the engine cancelled the generation")
+    if not 0 < tokens <= sampling.max_tokens:
+        raise EngineError(f"the engine gave {tokens} tokens, asked for 1..{sampling.max_tokens}")
+    if len(generation.log_probs) != tokens or len(generation.versions) != tokens:
+        raise EngineError(
+            f"the engine gave {tokens} tokens, {len(generation.log_probs)} log-probs and "
+            f"{len(generation.versions)} versions"
+        )
+    if not all(map(math.isfinite, generation.log_probs)):
+        raise EngineError("the engine gave a log-prob that is not finite")

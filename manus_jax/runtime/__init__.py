@@ -1,1 +1,0 @@
-"""Run directories: checkpoints and resume, metrics, logging, the training loops."""

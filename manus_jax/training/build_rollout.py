@@ -1,0 +1,158 @@
+"""Settings into the parts that play: rollout settings, environment servers, an engine.
+
+Training and evaluation play through the same parts, so that they mean the same by each setting.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from envs import registry
+from manus_jax.agentgym.pool import EnvironmentPool
+from manus_jax.agentgym.settings import open_environments
+from manus_jax.agentgym.table import environment
+from manus_jax.config.binding import ConfigError
+from manus_jax.config.settings import EngineSettings, EnvSettings, RolloutGroup
+from manus_jax.engines.jax_engine import JaxEngine
+from manus_jax.engines.protocol import Engine, EngineError, Sampling
+from manus_jax.models.loading import PolicySource
+from manus_jax.models.transformer import Params
+from manus_jax.rollout.action_formats import format_for
+from manus_jax.rollout.prompts import PromptSettings
+from manus_jax.rollout.settings import RolloutSettings
+from manus_jax.vllm.options import open_vllm, parse_options
+
+
+def make_rollout(
+    group: RolloutGroup, seed: int, temperature: float | None = None
+) -> RolloutSettings:
+    """How episodes are played; `temperature` overrides the group's."""
+    try:
+        return RolloutSettings(
+            seed=seed,
+            max_turns=group.max_turns,
+            sampling=Sampling(
+                temperature=group.temperature if temperature is None else temperature,
+                top_p=group.top_p,
+                top_k=group.top_k,
+                max_tokens=group.max_tokens_per_turn,
+            ),
+            max_total_tokens=group.max_total_tokens,
+            max_observation_tokens=group.max_observation_tokens,
+            memory_turns=group.memory_turns,
+            action_format=group.action_format,
+            prompt=PromptSettings(group.prompt_source, examples=group.prompt_examples),
+            invalid_action_penalty=group.invalid_action_penalty,
+            generation_timeout=group.generation_timeout,
+            max_in_flight=group.max_in_flight,
+        )
+    except ValueError as error:
+        raise ConfigError(f"rollout: {error}") from None
+
+
+def check_play(env: EnvSettings, rollout: RolloutSettings) -> None:
+    """Raises for an unknown environment, one not served here, or settings that cannot play it."""
+    for name in env.names:
+        try:
+            row = environment(name)
+        except ValueError as error:
+            raise ConfigError(f"env.names: {error}") from None
+        if name not in env.urls and name not in registry.ENVIRONMENTS:
+            raise ConfigError(
+                f"env.names: {name} is not served here: give the addresses of its servers in "
+                f"env.urls, or choose from {', '.join(sorted(registry.ENVIRONMENTS))}"
+            )
+        try:
+            format_for(row, rollout.action_format)
+        except ValueError as error:
+            raise ConfigError(f"rollout.action_format: {error}") from None
+    how = rollout.sampling
+    if how.temperature < 0 or how.top_k < 0 or not 0 < how.top_p <= 1:
+        raise ConfigError(
+            f"rollout.temperature = {how.temperature:g} and rollout.top_k = {how.top_k} must not "
+            f"be negative, rollout.top_p = {how.top_p:g} must be above 0 and at most 1"
+        )
+
+
+@contextlib.contextmanager
+def open_servers(env: EnvSettings) -> Iterator[EnvironmentPool]:
+    """The environments' servers, given or started here, as long as the block."""
+    servers = {name: env.urls.get(name, "embedded") for name in env.names}
+    with contextlib.ExitStack() as stack:
+        try:
+            pool = stack.enter_context(open_environments(servers, env.servers_per_env))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"env.urls: {error}") from None
+        yield pool
+
+
+EngineFactory = Callable[[PolicySource, Params, EngineSettings, int], Engine]
+"""(model, its weights, settings, most tokens of a stream) → a running engine."""
+
+ENGINES: dict[str, EngineFactory] = {}
+
+
+def register_engine(name: str) -> Callable[[EngineFactory], EngineFactory]:
+    """Decorator: makes `make(source, params, settings, max_length)` an engine, `engine.name`."""
+
+    def register(make: EngineFactory) -> EngineFactory:
+        if name in ENGINES:
+            raise ValueError(f"there is an engine {name!r} already; choose another name")
+        ENGINES[name] = make
+        return make
+
+    return register
+
+
+@register_engine("jax")
+def _embedded(
+    source: PolicySource, params: Params, settings: EngineSettings, max_length: int
+) -> Engine:
+    return JaxEngine(
+        source.card.architecture,
+        params,
+        slots=settings.slots,
+        max_length=max_length,
+        decode=source.tokenizer.decode,
+        dtype=settings.dtype,
+        max_steps=settings.max_steps,
+    )
+
+
+@register_engine("vllm")
+def _vllm_pool(
+    source: PolicySource, params: Params, settings: EngineSettings, max_length: int
+) -> Engine:
+    return open_vllm(
+        source.card,
+        params,
+        settings.options,
+        slots=settings.slots,
+        dtype=settings.dtype,
+        max_length=max_length,
+    )
+
+
+def check_engine(settings: EngineSettings) -> None:
+    """Raises for an engine that does not exist, and for options that one of ours has not."""
+    if settings.name not in ENGINES:
+        raise ConfigError(f"engine.name = {settings.name!r}; there are {', '.join(ENGINES)}")
+    if settings.name == "jax" and settings.options:
+        option = next(iter(settings.options))
+        raise ConfigError(f"engine.options has {option!r}, and the engine 'jax' has no options")
+    if settings.name == "vllm":
+        try:
+            parse_options(settings.options)
+        except EngineError as error:
+            raise ConfigError(str(error)) from None
+
+
+@contextlib.contextmanager
+def open_engine(
+    source: PolicySource, params: Params, settings: EngineSettings, max_length: int
+) -> Iterator[Engine]:
+    """The engine of the settings with the given weights, gone with the block."""
+    engine = ENGINES[settings.name](source, params, settings, max_length)
+    try:
+        yield engine
+    finally:
+        engine.close()

@@ -1,0 +1,126 @@
+"""Who may speak to a vLLM server: those who hold its key, and over a private interface.
+
+vLLM's routes for reinforcement learning call methods of its workers, and its own key leaves them
+open. So a server that others can reach gets `KeyedRoutes`, which asks for the key on every route
+but the one that tells whether it lives. The key comes from a file or from the environment, where
+other users of the machine cannot read it; never from a command line or a config. Runs in vLLM's
+environment too, without JAX.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from manus_jax.engines.protocol import EngineError
+
+KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name for it
+MIDDLEWARE = "manus_jax.vllm.access.KeyedRoutes"
+_OPEN_ROUTE = "/health"
+_HOW_TO_GIVE_A_KEY = f"{KEY_VARIABLE} in the environment, or a file that holds it"
+
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class AccessError(EngineError):
+    """A server that would be open to strangers, or a key that cannot be one."""
+
+
+def read_api_key(file: str | Path | None) -> str | None:
+    """The key in the file, else the environment's; None if there is neither."""
+    if file is None:
+        key, where = os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE
+        if not key:
+            return None
+    else:
+        where = str(file)
+        try:
+            key = Path(file).read_text().strip()
+        except OSError as error:
+            raise AccessError(f"the API key file {file} cannot be read: {error.strerror}") from None
+        if not key:
+            raise AccessError(f"the API key file {file} is empty")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise AccessError(f"{where} holds no API key: letters, digits and signs, without spaces")
+    return key
+
+
+def check_host(host: str, api_key: str | None) -> None:
+    """Refuses to listen where strangers are, and without a key where anybody else is."""
+    addresses = _addresses_of(host)
+    if all(address.is_loopback for address in addresses):
+        return
+    for address in addresses:
+        if address.is_unspecified:
+            raise AccessError(
+                f"--host {host} listens on every interface: give the address of a private one, "
+                "such as 10.0.0.7"
+            )
+        if address.is_global or address.is_multicast:
+            raise AccessError(
+                f"--host {host} is {address}, which the internet can reach: the routes that load "
+                "weights belong on a private interface, such as 10.0.0.7 or 127.0.0.1"
+            )
+    if api_key is None:
+        raise AccessError(f"--host {host} can be reached from outside: give {_HOW_TO_GIVE_A_KEY}")
+
+
+def refuse_in_arguments(arguments: Sequence[str]) -> None:
+    """vLLM's own options that would go round the checks above."""
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("_", "-")
+        if name == "--api-key":
+            raise AccessError(
+                f"--api-key on a command line can be read by others: give {_HOW_TO_GIVE_A_KEY}"
+            )
+        if name == "--host":
+            raise AccessError("--host goes before the --, where it is checked")
+
+
+def _addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise AccessError(f"--host {host} is no address of this machine: {error}") from None
+    return [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
+
+
+class KeyedRoutes:
+    """ASGI middleware, given to vLLM with --middleware; the key is in its environment."""
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+        key = os.environ.get(KEY_VARIABLE)
+        if not key:
+            raise AccessError(f"{KEY_VARIABLE} is not set, and every route needs it")
+        self._app = app
+        self._expected = _digest(key)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        open_to_all = scope["type"] == "lifespan" or scope["path"] == _OPEN_ROUTE
+        if open_to_all or self._holds_key(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            body = b'{"error": "this server needs its API key"}'
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", b"%d" % len(body)),
+            ]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+    def _holds_key(self, scope: Message) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+        scheme, _, key = given.partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(_digest(key), self._expected)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,137 @@
+"""The file in which vLLM servers write their addresses, and the pool reads them.
+
+One URL a line; empty lines and what follows a # count for nothing, so a person may write it too.
+The file is replaced, never written in place, and a server looks every few seconds whether its line
+is still there: on a file system whose locks do not hold from machine to machine, a line that two
+writers lost between them comes back. Needs no JAX.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from manus_jax.engines.protocol import EngineError
+
+_log = logging.getLogger(__name__)
+_FOLLOW_SECONDS = 2.0
+_URL = re.compile(r"https?://[^\s/]+")
+
+
+class AddressError(EngineError):
+    """A file of addresses that cannot be read or written, or holds something else."""
+
+
+def read_addresses(path: Path) -> list[str]:
+    """Each URL once, in order; none if the file is not there yet."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise AddressError(f"the address file {path} cannot be read: {error.strerror}") from None
+    urls: dict[str, None] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        url = line.partition("#")[0].strip().rstrip("/")
+        if not url:
+            continue
+        if not _URL.fullmatch(url):
+            raise AddressError(
+                f"{path}, line {number}: {url!r} is no address like http://HOST:PORT"
+            )
+        urls[url] = None
+    return list(urls)
+
+
+def register(path: Path, url: str) -> None:
+    """Adds the URL, unless it is there."""
+    _check_place(path)
+    if url in read_addresses(path):
+        return
+    with _locked(path):
+        if url not in (urls := read_addresses(path)):
+            _replace(path, [*urls, url])
+
+
+def unregister(path: Path, url: str) -> None:
+    """Takes the URL out, if it is there."""
+    if url not in read_addresses(path):
+        return
+    with _locked(path):
+        if url in (urls := read_addresses(path)):
+            _replace(path, [other for other in urls if other != url])
+
+
+class AddressFollower:
+    """A thread that tells of servers which come into the file and go from it.
+
+    Args:
+      path: the file.
+      known: the servers that need not be told of.
+      every: seconds between two looks; None: two.
+    """
+
+    def __init__(self, path: Path, known: list[str], every: float | None = None) -> None:
+        self._path, self._known = path, known
+        self._every = _FOLLOW_SECONDS if every is None else every
+        self._told = ""
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, joined: Callable[[str], None], left: Callable[[str], None]) -> None:
+        """From now on `joined` and `left` are called with URLs."""
+        self._thread = threading.Thread(
+            target=self._follow, args=(joined, left), name="vllm-addresses", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _follow(self, joined: Callable[[str], None], left: Callable[[str], None]) -> None:
+        while not self._ending.wait(self._every):
+            try:
+                now = read_addresses(self._path)
+            except AddressError as error:  # all stays as it is until the file is right again
+                if str(error) != self._told:
+                    _log.warning("%s", error)
+                self._told = str(error)
+                continue
+            for url in now:
+                if url not in self._known:
+                    joined(url)
+            for url in self._known:
+                if url not in now:
+                    left(url)
+            self._known, self._told = now, ""
+
+
+def _check_place(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise AddressError(f"there is no directory {path.parent} for the address file {path.name}")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    try:
+        with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks: see the module's text
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise AddressError(f"the address file {path} cannot be written: {error}") from None
+
+
+def _replace(path: Path, urls: list[str]) -> None:
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "w") as file:
+        file.write("".join(f"{url}\n" for url in urls))
+    os.chmod(beside, 0o644)
+    os.replace(beside, path)

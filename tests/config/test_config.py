@@ -1,0 +1,78 @@
+"""gin settings: what is right is read, what is wrong is one line."""
+
+from typing import Literal
+
+import pytest
+
+from manus_jax.config import binding as config
+from manus_jax.config.binding import ConfigError
+
+
+@config.settings("oven")
+class Oven:
+    degrees: int = 180
+    hours: float = 1.0
+    trays: tuple[str, ...] = ()
+    mode: Literal["fan", "grill"] = "fan"
+    label: str | None = None
+
+
+@config.settings("fridge")
+class Fridge:
+    degrees: int = 4
+
+
+def load(*params, classes=(Oven,), files=()):
+    config.parse(files, params)
+    built = config.build(*classes)
+    config.refuse_unread(classes)
+    return built[0]
+
+
+def test_bindings_macros_and_defaults_are_read():
+    oven = load("HOT = 250", "oven.degrees = %HOT", "oven.hours = 2", "oven.trays = ['a', 'b']")
+    assert oven == Oven(degrees=250, hours=2.0, trays=("a", "b"))
+    assert isinstance(oven.hours, float)
+    with pytest.raises(AttributeError):
+        oven.degrees = 1
+
+
+def test_files_include_files_and_params_win(tmp_path):
+    (tmp_path / "base.gin").write_text("oven.degrees = 100\noven.mode = 'grill'\n")
+    (tmp_path / "top.gin").write_text(f"include '{tmp_path}/base.gin'\noven.degrees = 120\n")
+    oven = load("oven.hours = 3.5", files=[str(tmp_path / "top.gin")])
+    assert (oven.degrees, oven.mode, oven.hours) == (120, "grill", 3.5)
+
+
+def test_the_operative_config_gives_the_same_settings_again(tmp_path):
+    first = load("HOT = 250", "oven.degrees = %HOT", "oven.trays = ['x']", "oven.label = 'y z'")
+    (tmp_path / "config.gin").write_text(config.operative_config())
+    assert load(files=[str(tmp_path / "config.gin")]) == first
+
+
+@pytest.mark.parametrize(
+    ("param", "message"),
+    [
+        ("oven.degree = 1", r"unknown setting oven\.degree; did you mean 'degrees'\?"),
+        ("ovn.degrees = 1", r"unknown setting 'ovn'; did you mean 'oven'\?"),
+        ("oven.degrees = 1.5", r"oven\.degrees = 1\.5 is not a whole number"),
+        ("oven.degrees = True", "is not a whole number"),
+        ("oven.degrees = 'hot'", "is not a whole number"),
+        ("oven.mode = 'micro'", "is not one of 'fan', 'grill'"),
+        ("oven.trays = [1]", r"is not tuple\[str, \.\.\.\]"),
+        ("oven.degrees = %NOWHERE", "macro %NOWHERE is used and never set"),
+        ("SPARE = 3", "macro SPARE is set, and no binding refers to it"),
+        ("fridge.degrees = 5", r"fridge\.degrees is set, and nothing in this command reads it"),
+        ("oven.degrees", "is no binding"),
+        ("oven.degrees = )", "configuration: "),
+    ],
+)
+def test_mistakes_are_one_clear_line(param, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(param)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ConfigError, match=r"gin file nowhere\.gin does not exist"):
+        load(files=["nowhere.gin"])

@@ -1,0 +1,113 @@
+"""The bookkeeping of slots, without a device."""
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manus_jax.engines.slots import SlotTable, common_prefix, cut_pieces
+
+IDS = st.lists(st.integers(0, 2), max_size=12)
+
+
+def filled(slot):
+    """The slot after its prompt was filled, ready to decode."""
+    slot.filled = len(slot.ids) - 1
+    return slot
+
+
+@given(IDS, IDS)
+def test_common_prefix_is_the_longest(first, second):
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    assert common_prefix(first, second) == len(list(same))
+
+
+def test_a_session_finds_its_stream_again_and_pays_for_what_is_new():
+    table = SlotTable(2, min_shared=4)
+    slot = filled(table.admit("a", [1, 2, 3], "job"))
+    slot.ids += [4, 5]
+    slot.filled += 2
+    table.finish(slot)
+    assert table.admit("a", [1, 2, 3, 4, 5, 6, 7], "job") is slot
+    assert (slot.filled, slot.missing) == (4, 2)
+    table.finish(filled(slot))
+    assert table.admit("a", [1, 2, 9], "job").filled == 2
+    table.finish(filled(slot))
+    assert table.admit("a", [1, 2], "job").filled == 1  # the last id is always decoded
+
+
+def test_empty_slots_are_taken_first_then_the_longest_idle():
+    table = SlotTable(2, min_shared=4)
+    a, b = table.admit("a", [1], 1), table.admit("b", [2], 1)
+    assert table.admit("c", [3], 1) is None
+    table.finish(b)
+    table.finish(a)
+    assert table.admit("c", [3], 1) is a and table.evictions == 1
+    table.release("b")
+    assert table.admit("d", [4], 1) is b and table.evictions == 1
+
+
+def test_two_jobs_of_one_session_run_side_by_side():
+    table = SlotTable(2, min_shared=4)
+    first, second = (table.admit("a", [1, n], n) for n in range(2))
+    assert first is not second
+    table.release("a")
+    assert {s.session for s in table.slots} == {None} and len(table.busy) == 2
+
+
+def test_a_later_job_waits_for_the_prefix_that_an_older_one_computes_and_copies_it():
+    table = SlotTable(3, min_shared=4)
+    leader, other, follower = (
+        table.admit(name, ids, 1)
+        for name, ids in (("a", [1] * 9), ("b", [2] * 9), ("c", [1] * 6 + [3] * 3))
+    )
+    assert [table.waits(s) for s in (leader, other, follower)] == [False, False, True]
+    leader.filled = 5
+    assert table.waits(follower) and table.copyable(follower) == (leader, 5)
+    leader.filled = 8
+    assert not table.waits(follower) and table.copyable(follower) == (leader, 6)
+    follower.filled = 6
+    assert not table.waits(follower) and table.copyable(follower) is None
+
+
+def test_a_leader_that_is_gone_or_stale_is_not_waited_for():
+    table = SlotTable(2, min_shared=2)
+    leader = table.admit("a", [1] * 9, 1)
+    follower = table.admit("b", [1] * 9, 1)
+    assert table.waits(follower)
+    table.finish(leader)
+    assert not table.waits(follower) and table.copyable(follower) is None
+    filled(table.admit("a", [2] * 9, 1))
+    assert not table.waits(follower) and table.copyable(follower) is None
+    table.finish(follower)
+    table.admit("b", [2] * 9, 1)
+    assert table.copyable(follower) == (leader, 8)
+    leader.stale = True
+    assert table.copyable(follower) is None
+
+
+def test_new_weights_empty_all_slots_but_those_that_keep_theirs():
+    table = SlotTable(3, min_shared=4)
+    kept, again, idle = (filled(table.admit(n, [1, 2, 3], n)) for n in "abc")
+    table.finish(idle)
+    table.invalidate(keep=lambda slot: slot.job == "a")
+    assert [s.filled for s in (kept, again, idle)] == [2, 0, 0]
+    table.finish(kept)
+    assert kept.filled == 0 and not kept.stale
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    st.integers(1, 6),
+    st.integers(1, 9),
+)
+def test_pieces_cover_what_is_missing_in_order(lengths, rows, chunk):
+    table = SlotTable(5, min_shared=100)
+    slots = [table.admit(str(n), [n] * length, 1) for n, length in enumerate(lengths)]
+    pieces = cut_pieces(slots, rows, chunk)
+    places = [(s.index, at) for s, start, stop in pieces for at in range(start, stop)]
+    wanted = [(s.index, at) for s in slots for at in range(s.missing)]
+    assert places == wanted[: len(places)]
+    assert len(pieces) == rows or places == wanted
+    assert all(stop - start <= chunk for _, start, stop in pieces)

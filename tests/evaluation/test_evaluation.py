@@ -1,0 +1,347 @@
+"""`python -m manus_jax.evaluate` as a user runs it, and the numbers it makes of episodes."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from manus_jax import command, convert, evaluate
+from manus_jax.agentgym.processes import ServerProcess
+from manus_jax.agentgym.prompts import PROMPTS
+from manus_jax.agentgym.settings import open_environments
+from manus_jax.config.settings import ScratchSettings
+from manus_jax.data.chat import ChatStream, Message
+from manus_jax.data.tasks import Task
+from manus_jax.evaluation.eval_sets import Panel, split_tasks
+from manus_jax.evaluation.play import evaluate_policy, evaluation_of
+from manus_jax.learner.objectives import log_probs_of
+from manus_jax.learner.packing import Layout, Sample, pack
+from manus_jax.models import loading as policy_source
+from manus_jax.models.huggingface import save_hf
+from manus_jax.models.transformer import Compute, Transformer, abstract_model
+from manus_jax.rollout.baseline_players import OraclePolicy
+from manus_jax.rollout.settings import RolloutSettings
+from manus_jax.rollout.trajectory import (
+    FailedEpisode,
+    Outcome,
+    Trajectory,
+    Turn,
+    episode_specs,
+    trajectories,
+)
+from manus_jax.rollout.trajectory_files import read_trajectories
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+SMALL = ScratchSettings(
+    vocab_size=400, hidden_size=32, intermediate_size=64, num_layers=2, head_dim=8
+)
+MODEL = (
+    "env.names = ['maze']",
+    "evaluate.tasks_per_env = 3",
+    "rollout.max_turns = 3",
+    "rollout.max_tokens_per_turn = 12",
+    "rollout.max_total_tokens = 1536",
+    "engine.slots = 2",
+)
+
+
+def arguments(out_dir: Path, policies: list[str], *more: str) -> list[str]:
+    params = [f"evaluate.out_dir = '{out_dir}'", f"evaluate.policies = {policies}", *more]
+    return [f"--gin_param={param}" for param in params]
+
+
+def played(out_dir: Path, name: str) -> list[Trajectory]:
+    return trajectories(list(read_trajectories(out_dir / "trajectories" / f"{name}.jsonl")))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory of a tiny random model."""
+    folder = tmp_path_factory.mktemp("model")
+    texts = [part for p in PROMPTS.values() for part in (p.instruction, *p.actions)]
+    source = policy_source.from_scratch(SMALL, texts, 3, folder / "card")
+    save_hf(source.load(None), source.card, folder / "hf")
+    return folder / "hf"
+
+
+# Numbers by hand.
+
+
+def outcome(spec: Any, score: float | None, valid: tuple[bool, ...] = (True, True)) -> Outcome:
+    if score is None:
+        return FailedEpisode(spec, "timeout", "no answer", 2)
+    turns = tuple(Turn("said", "go" if good else None, "seen", 0.0) for good in valid)
+    return Trajectory(spec, (), "seen", turns, (), score, score == 1.0, "done")
+
+
+def test_failures_are_counted_and_enter_no_mean() -> None:
+    tasks = [Task("maze", n, f"maze_{n}") for n in range(3)] + [Task("wordle", 0, "wordle_0")]
+    scores = (
+        (1.0, 0.0, 0.5, 1.0),  # half of them succeed, mean 0.625
+        (0.0, None, 0.0, 0.0),  # none of three
+        (None, None, None, None),  # no task at all
+        (1.0, 1.0, 1.0, None),  # all of three
+    )
+    specs = episode_specs(tasks, 4)
+    flat = [score for row in scores for score in row]
+    outcomes = [outcome(spec, score) for spec, score in zip(specs, flat, strict=True)]
+    outcomes[0] = outcome(specs[0], 1.0, (True, False, False))
+
+    result = evaluation_of(outcomes, 4)
+    maze = result.environments["maze"]
+    assert (maze.episodes, maze.failed) == (7, {"timeout": 5})
+    assert maze.success_rate is not None and maze.score is not None
+    assert (maze.success_rate.value, maze.success_rate.tasks) == (0.25, 2)
+    assert maze.score.value == 0.3125
+    # Two of four: pass@2 is 1 - 1/6 and pass@4 is 1; none of three: 0 at 2, unknown at 4.
+    assert {k: e.value for k, e in maze.pass_at.items()} == pytest.approx(
+        {1: 0.25, 2: 5 / 12, 4: 1.0}
+    )
+    assert maze.pass_at[4].tasks == 1
+    assert maze.turns == pytest.approx(15 / 7)
+    assert maze.invalid_action_rate == pytest.approx(2 / 15)
+
+    metrics = result.metrics()
+    wanted = {
+        "val/maze/success_rate": 0.25,
+        "val/maze/score": 0.3125,
+        "val/maze/test_score": 0.3125,
+        "val/maze/avg@4": 0.3125,
+        "val/maze/pass@2": 5 / 12,
+        "val/maze/failed": 5.0,
+        "val/wordle/success_rate": 1.0,
+        "val/wordle/pass@2": 1.0,
+        "val/success_rate": 0.5,  # of the three tasks that were played: 0.5, 0 and 1
+        "val/score": (0.625 + 0 + 1) / 3,
+        "val/failed": 6.0,
+    }
+    assert {name: metrics[name] for name in wanted} == pytest.approx(wanted)
+    assert "val/wordle/pass@4" not in metrics  # nobody played a task of wordle four times
+
+
+def test_a_policy_that_played_nothing_has_no_numbers_but_its_failures() -> None:
+    specs = episode_specs([Task("maze", 1, "maze_1")], 1)
+    result = evaluation_of([outcome(spec, None) for spec in specs], 1)
+    assert result.metrics() == {"val/failed": 1.0, "val/maze/failed": 1.0}
+    assert json.loads(json.dumps(result.overall.record()))["success_rate"] is None
+
+
+# The command, on real servers.
+
+
+def test_the_oracle_is_the_ceiling_and_chance_the_floor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate.main(
+        arguments(
+            tmp_path / "out",
+            ["oracle", "random"],
+            "env.names = ['maze', 'textcraft']",
+            "evaluate.tasks_per_env = 10",
+            "evaluate.samples = 2",
+            "rollout.max_turns = 30",
+        )
+    )
+    record = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert record["samples"] == 2 and len(record["items"]["maze"]) == 10
+    oracle, chance = (record["policies"][name] for name in ("oracle", "random"))
+    for env in ("maze", "textcraft"):
+        assert oracle["environments"][env]["success_rate"]["value"] == 1.0
+        assert oracle["environments"][env]["pass@2"]["value"] == 1.0
+        assert chance["environments"][env]["success_rate"]["value"] <= 0.25
+        assert chance["environments"][env]["episodes"] == 20
+    assert oracle["overall"]["success_rate"]["tasks"] == 20
+    assert oracle["overall"]["failed"] == chance["overall"]["failed"] == {}
+    # The files say the same as the table.
+    episodes = played(tmp_path / "out", "random")
+    assert sum(t.success for t in episodes) / 40 == chance["overall"]["success_rate"]["value"]
+    shown = capsys.readouterr().out
+    assert "pass@2" in shown and "oracle" in shown and "textcraft" in shown
+    assert "evaluate 80/80  random success" in shown
+
+
+def test_validation_in_training_is_the_same_code() -> None:
+    panel = Panel(tuple(split_tasks("maze", "test", 4)))
+    ended: list[int] = []
+    with open_environments({"maze": "embedded"}) as pool:
+        result = evaluate_policy(
+            OraclePolicy(),
+            pool,
+            panel,
+            RolloutSettings(max_turns=50),
+            lambda index, outcome: ended.append(index),
+        )
+    assert sorted(ended) == [0, 1, 2, 3]
+    assert [o.spec for o in result.outcomes] == panel.specs()
+    metrics = result.metrics("val")
+    assert metrics["val/maze/success_rate"] == metrics["val/success_rate"] == 1.0
+    assert metrics["val/failed"] == 0.0 and metrics["val/maze/turns"] > 1
+
+
+def test_a_model_plays_and_its_tokens_and_log_probs_are_exact(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    evaluate.main(arguments(out, [str(model)], *MODEL, "evaluate.samples = 2"))
+    [name] = [path.stem for path in (out / "trajectories").iterdir()]
+    episodes = played(out, name)
+    assert len(episodes) == 6 and all(len(t.turns) == 3 for t in episodes)
+    assert len({t.turns[0].text for t in episodes}) > 1
+
+    source = policy_source.from_path(model)
+    stream = ChatStream(source.tokenizer)
+    samples = []
+    for episode in episodes:
+        # The stream is the opening, then in turns what was sampled and what the template adds.
+        [segment] = episode.segments
+        ids = stream.start(episode.opening)
+        mask = [False] * len(ids)
+        for number, turn in enumerate(episode.turns):
+            sampled = segment.token_ids[turn.start : turn.stop].tolist()
+            assert turn.start == len(ids) and 0 < len(sampled) <= 12
+            assert turn.cut == (sampled[-1] not in (stream.stop_id, source.tokenizer.eos_token_id))
+            ids += sampled
+            mask += [True] * len(sampled)
+            if number + 1 < len(episode.turns):
+                reply = stream.extend(sampled, [Message("user", turn.observation)])
+                ids += reply
+                mask += [False] * len(reply)
+        assert segment.token_ids.tolist() == ids and segment.loss_mask.tolist() == mask
+        log_probs = segment.log_probs[segment.loss_mask]
+        assert np.isfinite(log_probs).all() and (log_probs <= 0).all()
+        samples.append(Sample(segment.token_ids, segment.loss_mask))
+
+    packed = pack(samples, Layout(1, len(samples), 1536))
+    graphdef, _ = abstract_model(Transformer, source.card.architecture, Compute())
+    batch = {name: array[0] for name, array in packed.arrays.items()}
+    learned, _ = jax.jit(lambda params, batch: log_probs_of(graphdef, params, batch))(
+        source.load(None), batch
+    )
+    for episode, again in zip(episodes, packed.unpack(np.asarray(learned)[None]), strict=True):
+        [segment] = episode.segments
+        np.testing.assert_allclose(segment.log_probs, again, atol=1e-4)
+
+
+def test_greedy_evaluation_twice_is_the_same_to_the_token(model: Path, tmp_path: Path) -> None:
+    """Once from the Hugging Face directory, once from a checkpoint of it, as one command."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    convert.main(["from-hf", "--hf", str(model), "--out", str(run)])
+    policies = [str(model), str(run)]
+    evaluate.main(arguments(out, policies, *MODEL, "rollout.temperature = 0"))
+    record = json.loads((out / "evaluation.json").read_text())["policies"]
+    assert list(record) == policies
+    first, second = (
+        [t.segments[0].token_ids.tolist() for t in trajectories(list(read_trajectories(path)))]
+        for path in (out / record[policy]["trajectories"] for policy in policies)
+    )
+    assert len(first) == 3 and first == second
+
+
+def test_servers_that_run_elsewhere_are_played_over_agentgyms_items(tmp_path: Path) -> None:
+    server = ServerProcess("maze")
+    try:
+        while server.url is None:
+            assert server.exit_status is None, server.tail
+            time.sleep(0.05)
+        params = ("env.names = ['maze']", f"env.urls = {{'maze': ['{server.url}']}}")
+        evaluate.main(arguments(tmp_path, ["oracle"], *params, "evaluate.tasks_per_env = 4"))
+    finally:
+        server.kill()
+        server.wait(5)
+    record = json.loads((tmp_path / "evaluation.json").read_text())
+    assert len(record["items"]["maze"]) == 4 and max(record["items"]["maze"]) < 25
+    assert record["policies"]["oracle"]["overall"]["success_rate"]["value"] == 1.0
+
+
+# Mistakes.
+
+
+def error_of(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: str
+) -> str:
+    monkeypatch.setattr(sys, "argv", ["evaluate", *args])
+    with pytest.raises(SystemExit) as stopped:
+        command.run(evaluate.main)
+    assert stopped.value.code == 2
+    text = capsys.readouterr().err.strip()
+    assert text.startswith("error: ") and "\n" not in text
+    return text
+
+
+def test_mistakes_end_in_one_line_before_anything_is_played(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out"
+
+    def error(*more: str, policies: tuple[str, ...] = ("oracle",), envs: str = "['maze']") -> str:
+        params = arguments(out, list(policies), f"env.names = {envs}", *more)
+        return error_of(capsys, monkeypatch, *params)
+
+    assert "unknown setting evaluate.sample; did you mean 'samples'" in error("evaluate.sample = 2")
+    assert "evaluate.samples = 0: at least 1" in error("evaluate.samples = 0")
+    assert "train.seed is set, and nothing" in error("train.seed = 2")
+    assert "names no policy" in error(policies=())
+    assert "names 'oracle' twice" in error(policies=("oracle", "oracle"))
+    text = error(policies=("oracle", "nowhere"))
+    assert "'nowhere' is neither 'oracle' nor 'random' nor a directory" in text
+    assert "env.names names no environment" in error(envs="[]")
+    assert "unknown environment 'chess'; there are" in error(envs="['chess']")
+    text = error(envs="['alfworld']")
+    assert "alfworld is not served here" in text and "choose from babyai" in text
+    assert "alfworld has no oracle" in error(
+        "env.urls = {'alfworld': ['http://127.0.0.1:1']}", envs="['alfworld']"
+    )
+    assert "127.0.0.1:1" in error(
+        "env.urls = {'alfworld': ['http://127.0.0.1:1']}",
+        envs="['alfworld']",
+        policies=("random",),
+    )
+    assert "unknown action format 'xml'" in error("rollout.action_format = 'xml'")
+    assert "rollout.top_p = 0 must be above 0" in error("rollout.top_p = 0.0")
+    assert "max_turns = 0" in error("rollout.max_turns = 0")
+    assert "no dataset file none.json" in error("evaluate.task_files = ['none.json']")
+    greedy = error(
+        "evaluate.samples = 4", "rollout.temperature = 0.0", policies=("oracle", str(model))
+    )
+    assert "greedy episodes of a task are all the same" in greedy
+    text = error("rollout.max_total_tokens = 40000", policies=(str(model),))
+    assert "rollout.max_total_tokens = 40000 is beyond the 32768 positions" in text
+    (tmp_path / "file").write_text("")
+    params = arguments(tmp_path / "file", ["oracle"], "env.names = ['maze']")
+    assert "evaluate.out_dir" in error_of(capsys, monkeypatch, *params)
+    assert not (out / "evaluation.json").exists()
+
+
+def test_a_policy_that_cannot_play_a_single_episode_is_an_error(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    short = [p for p in MODEL if "max_total_tokens" not in p] + ["rollout.max_total_tokens = 64"]
+    text = error_of(capsys, monkeypatch, *arguments(tmp_path / "out", [str(model)], *short))
+    assert "all 3 episodes failed, the first with prompt_too_long" in text
+    record = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    [policy] = record["policies"].values()
+    assert policy["overall"]["failed"] == {"prompt_too_long": 3}
+
+
+def test_a_model_without_a_chat_template_is_refused(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = policy_source.from_path(model)
+    bare = tmp_path / "bare"
+    save_hf(source.load(None), source.card, bare)
+    (bare / "chat_template.jinja").unlink()
+    params = arguments(tmp_path / "out", [str(bare)], *MODEL)
+    assert "has no chat template" in error_of(capsys, monkeypatch, *params)

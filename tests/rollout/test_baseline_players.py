@@ -1,0 +1,91 @@
+"""Oracles win and chance plays, through the same loop as a model."""
+
+import pytest
+from scripted_engine import spec_of
+
+from envs.registry import load
+from manus_jax.agentgym.pool import EnvironmentPool
+from manus_jax.agentgym.table import ENVIRONMENTS, environment
+from manus_jax.engines.cancellation import Cancellation
+from manus_jax.rollout.action_formats import FORMATS, format_for
+from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
+from manus_jax.rollout.player import NoAnswer, Part
+from manus_jax.rollout.prompts import Opening
+from manus_jax.rollout.runner import run_episodes
+from manus_jax.rollout.settings import RolloutSettings
+
+PARSED = [name for name, f in FORMATS.items() if "plain_line" in f.styles]
+
+
+def part(item_id: str) -> Part:
+    spec = spec_of(item_id)
+    action_format = format_for(environment(spec.task.env))
+    return Part(spec, Opening((), False), action_format, RolloutSettings(), Cancellation(), 1)
+
+
+@pytest.mark.parametrize("action_format", PARSED)
+def test_the_oracle_wins_in_every_format(action_format: str, pool: EnvironmentPool) -> None:
+    specs = [spec_of(f"{env}_{item}") for env in ("maze", "textcraft", "wordle") for item in (1, 2)]
+    settings = RolloutSettings(max_turns=60, action_format=action_format)
+    outcomes = run_episodes(specs, OraclePolicy(), pool, settings)
+    assert [outcome.success for outcome in outcomes] == [True] * 6
+    assert all(turn.valid for outcome in outcomes for turn in outcome.turns)
+    assert all(outcome.segments == () for outcome in outcomes)
+
+
+def test_chance_plays_valid_actions_the_same_way_every_time(pool: EnvironmentPool) -> None:
+    specs = [spec_of(f"{env}_{i}") for env in ("maze", "textcraft", "wordle") for i in (1, 2)]
+    settings = RolloutSettings(max_turns=6)
+
+    def actions(seed: int) -> list[list[str | None]]:
+        outcomes = run_episodes(specs, RandomPolicy(seed), pool, settings)
+        return [[turn.action for turn in outcome.turns] for outcome in outcomes]
+
+    first = actions(0)
+    assert first == actions(0) != actions(1)
+    assert all(action is not None for episode in first for action in episode)
+    assert len({action for episode in first for action in episode}) > 5
+
+
+@pytest.mark.parametrize("env", sorted(ENVIRONMENTS))
+def test_chance_has_something_valid_to_say_in_every_environment(env: str) -> None:
+    told = part(f"{env}_0")
+    player = RandomPolicy().player(told)
+    player.hear("Something is seen.")
+    said = {player.answer(turn).text for turn in range(5)}
+    assert all(told.action_format.parse(text, environment(env).action).valid for text in said)
+
+
+def test_chance_takes_its_actions_from_what_babyai_lists() -> None:
+    game = load("babyai").new_game()
+    seen = game.reset(3)
+    player = RandomPolicy().player(part("babyai_3"))
+    player.hear(seen)
+    for turn in range(10):
+        action = part("babyai_3").action_format.parse(player.answer(turn).text, "plain_line").action
+        assert f'"{action}"' in seen
+
+
+def test_an_oracle_that_knows_no_way_on_gives_up() -> None:
+    player = OraclePolicy().player(part("maze_3"))
+    player.hear("Nothing that tells a position.")
+    with pytest.raises(NoAnswer) as silence:
+        player.answer(0)
+    assert silence.value.reason == "gave_up"
+
+
+def test_environments_without_an_oracle_are_refused_with_those_that_have_one() -> None:
+    with pytest.raises(ValueError, match=r"webarena has no oracle.*'textcraft'"):
+        OraclePolicy().check("webarena", RolloutSettings())
+    OraclePolicy().check("maze", RolloutSettings())
+
+
+def test_chance_searches_and_clicks_in_a_shop() -> None:
+    game = load("webshop").new_game()
+    player = RandomPolicy().player(part("webshop_3"))
+    wish = game.reset(3)
+    player.hear(wish)
+    searched = part("webshop_3").action_format.parse(player.answer(0).text, "line").action
+    assert searched.startswith("search[") and searched[7:-1] in wish
+    player.hear(game.step(searched).observation)
+    assert "\nclick[" in player.answer(1).text

@@ -1,0 +1,141 @@
+"""Episodes into per-token advantages: the right token, whatever lies around it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from manus_jax.algorithms.kl import FixedKL
+from manus_jax.algorithms.recipes import get_recipe
+from manus_jax.data.tasks import Task
+from manus_jax.rollout.batch import RewardAllocation
+from manus_jax.rollout.trajectory import EpisodeSpec, Segment, Trajectory, Turn
+from manus_jax.training.experience import Experience, add_advantages, comparable, with_signal
+
+LAST = RewardAllocation("last_token")
+GRPO = dataclasses.replace(get_recipe("grpo"), kl_placement="none", kl_coef=0.0)
+
+
+def episode(group, reward, pieces=((2, 3), (1, 2)), segments=1, name=""):
+    """`pieces`: (observation tokens, agent tokens) per turn; two segments fork after turn one."""
+    turns, rows, streams = [], [[]], []
+    for number, (given, said) in enumerate(pieces):
+        if number and segments == 2:
+            rows.append([])
+        row = rows[-1]
+        row += [(-1, False)] * given
+        start = len(row)
+        row += [(number, True)] * said
+        last = number == len(pieces) - 1
+        turns.append(
+            Turn(
+                "t",
+                "a",
+                "o",
+                reward if last else 0.0,
+                segment=len(rows) - 1,
+                start=start,
+                stop=len(row),
+            )
+        )
+    for row in rows:
+        n = len(row)
+        mask = np.array([m for _, m in row])
+        streams.append(
+            Segment(
+                np.arange(n, dtype=np.int32),
+                mask,
+                np.where(mask, -1.0, 0.0).astype(np.float32),
+                np.where(mask, 3, -1).astype(np.int32),
+                np.array([t for t, _ in row], np.int32),
+            )
+        )
+    spec = EpisodeSpec(Task("maze", 1, "maze_1"), f"{group}{name}{reward}", group)
+    return Trajectory(spec, (), "first", tuple(turns), tuple(streams), reward, reward > 0, "done")
+
+
+def advantages(episodes, recipe=GRPO, **fields):
+    experience = Experience.of(episodes, LAST)
+    for key, value in fields.items():
+        filled = [np.where(s.loss_mask, value, 0).astype(np.float32) for s in experience.samples]
+        experience = experience.with_field(key, filled)
+    result, metrics, _ = add_advantages(experience, recipe, FixedKL(recipe.kl_coef))
+    return result, metrics
+
+
+def test_group_advantages_reach_every_agent_token_and_no_other():
+    # Scores 1, 0 in one group: mean 0.5, unbiased std sqrt(0.5): (1 - 0.5) / 0.7071 = 0.7071.
+    result, metrics = advantages([episode("g", 1.0), episode("g", 0.0)])
+    expected = np.sqrt(0.5)
+    for sample, sign in zip(result.samples, (1, -1), strict=True):
+        np.testing.assert_allclose(
+            sample.fields["advantages"], sign * expected * sample.loss_mask, rtol=1e-4
+        )
+    assert metrics["critic/score/mean"] == pytest.approx(0.5)
+
+
+def test_observation_tokens_move_no_advantage():
+    recipe = dataclasses.replace(get_recipe("ppo"), kl_placement="none", kl_coef=0.0)
+    few = [episode("g", 1.0), episode("h", 0.0)]
+    many = [episode("g", 1.0, ((9, 3), (7, 2))), episode("h", 0.0, ((4, 3), (30, 2)))]
+    per_token = []
+    for episodes in (few, many):
+        result, _ = advantages(episodes, recipe, values=0.25)
+        per_token.append([s.fields["advantages"][s.loss_mask] for s in result.samples])
+    for a, b in zip(*per_token, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_a_forked_memory_gives_the_tokens_of_all_its_segments_the_same_as_one_stream():
+    whole, _ = advantages([episode("g", 1.0), episode("g", 0.0)])
+    forked, _ = advantages([episode("g", 1.0, segments=2), episode("g", 0.0)])
+    assert len(forked.samples) == 3
+    joined = np.concatenate([s.fields["advantages"][s.loss_mask] for s in forked.samples[:2]])
+    first = whole.samples[0]
+    np.testing.assert_allclose(joined, first.fields["advantages"][first.loss_mask], rtol=1e-5)
+    assert list(forked.groups) == [0, 0, 0]
+
+
+def test_gae_by_hand_over_two_turns():
+    # gamma = lam = 1: every advantage is the reward to come less the value: 1 - 0.25, then whitened
+    # to the same number for all tokens, so compare returns, which are not whitened.
+    recipe = dataclasses.replace(get_recipe("ppo"), kl_placement="none", kl_coef=0.0)
+    result, metrics = advantages([episode("g", 1.0), episode("h", 0.0)], recipe, values=0.25)
+    for sample, total in zip(result.samples, (1.0, 0.0), strict=True):
+        returns = sample.fields["returns"][sample.loss_mask]
+        np.testing.assert_allclose(returns, total, atol=1e-5)
+    assert metrics["critic/values/mean"] == pytest.approx(0.25)
+
+
+def test_kl_in_the_reward_lowers_it_by_the_coefficient_times_the_difference():
+    recipe = dataclasses.replace(get_recipe("ppo"), kl_coef=0.1)
+    _, metrics = advantages(
+        [episode("g", 1.0), episode("h", 0.0)],
+        recipe,
+        values=0.0,
+        old_log_probs=-1.0,
+        ref_log_probs=-1.5,
+    )
+    # Five agent tokens, each 0.1 * (-1.0 + 1.5) = 0.05 less.
+    assert metrics["critic/rewards/max"] == pytest.approx(1.0 - 0.25)
+    assert metrics["critic/kl"] == pytest.approx(0.5)
+
+
+def test_episodes_that_lost_their_siblings_are_left_out_and_groups_without_signal_too():
+    episodes = [episode("a", 1.0), episode("a", 0.0), episode("b", 1.0)]
+    assert [e.group_id for e in comparable(episodes, GRPO)] == ["a", "a"]
+    assert len(comparable(episodes, get_recipe("ppo"))) == 3
+    episodes = [
+        episode("a", 1.0),
+        episode("a", 0.0),
+        episode("b", 1.0),
+        episode("b", 1.0, name="x"),
+    ]
+    assert [e.group_id for e in with_signal(episodes)] == ["a", "a"]
+
+
+def test_gigpo_tells_apart_steps_from_the_same_state():
+    recipe = dataclasses.replace(get_recipe("gigpo"), kl_placement="none", kl_coef=0.0)
+    result, _ = advantages([episode("g", 1.0), episode("g", 0.0)], recipe)
+    good, bad = (s.fields["advantages"][s.loss_mask] for s in result.samples)
+    assert (good > 0).all() and (bad < 0).all()
