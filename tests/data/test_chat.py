@@ -246,7 +246,7 @@ def test_the_end_of_turn_is_found_where_eos_is_another_token():
     assert base.decode(encoded.input_ids[encoded.loss_mask]) == "b<|im_end|>"
 
 
-REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "openmanus_rl"
+REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "openmanus_rl"
 
 
 @pytest.mark.parametrize("name", ["babyai-val", "textcraft-val", "weather-val"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from manus_jax.data.chat import Message
 from manus_jax.data.tasks import DatasetError, Mixture, Task, read_tasks, without
 
-REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "openmanus_rl"
+REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "openmanus_rl"
 
 MESSAGE = pa.struct([("from", pa.string()), ("loss", pa.bool_()), ("value", pa.string())])
 PROMPT = pa.struct([("content", pa.string()), ("role", pa.string())])

@@ -21,7 +21,7 @@ from envs.babyai.levels import LEVELS, UNWINNABLE, item_of, new_level
 from envs.babyai.sight import look, reach
 from envs.game import GameError
 
-TRANSCRIPT = Path(__file__).parents[1] / "agentgym" / "transcripts" / "babyai.jsonl"
+TRANSCRIPT = Path(__file__).parents[1] / "support" / "transcripts" / "babyai.jsonl"
 
 # The validation items of OpenManus-RL: item, goal, digest of the first observation.
 RECORDED = [

@@ -14,7 +14,7 @@ from envs.sciworld.simulators import missing
 from envs.server import build_app
 from envs.wordle.tasks import hidden_word, vocabulary
 
-TRANSCRIPTS = Path(__file__).parents[1] / "agentgym" / "transcripts"
+TRANSCRIPTS = Path(__file__).parents[1] / "support" / "transcripts"
 
 Served = Callable[[str], str]
 

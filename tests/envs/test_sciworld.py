@@ -18,7 +18,7 @@ from envs.sciworld.simulators import SETTING, SimulatorPool, launch, limit, miss
 from envs.sciworld.tasks import ITEMS, TASKS, pair
 from envs.server import build_app
 
-TRANSCRIPT = Path(__file__).parents[1] / "agentgym" / "transcripts" / "sciworld.jsonl"
+TRANSCRIPT = Path(__file__).parents[1] / "support" / "transcripts" / "sciworld.jsonl"
 needs_java = [
     pytest.mark.java,
     pytest.mark.skipif(missing() is not None, reason=str(missing())),

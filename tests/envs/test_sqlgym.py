@@ -18,7 +18,7 @@ from envs.sqlgym.query import MAX_ROWS, QueryError, run, same_rows
 from envs.sqlgym.schema import Database, Table, image, label, number
 from envs.sqlgym.tasks import question, questions
 
-TRANSCRIPT = Path(__file__).parents[1] / "agentgym" / "transcripts" / "sqlgym.jsonl"
+TRANSCRIPT = Path(__file__).parents[1] / "support" / "transcripts" / "sqlgym.jsonl"
 
 
 def item_asking(text: str) -> int:

@@ -19,7 +19,7 @@ from envs.weather.places import CITIES, find
 from envs.weather.tasks import TEMPLATES, grade, question
 from envs.weather.tools import TOOLS, BadCall, Situation, air_quality_level, call, distance
 
-TRANSCRIPT = Path(__file__).parents[1] / "agentgym" / "transcripts" / "weather.jsonl"
+TRANSCRIPT = Path(__file__).parents[1] / "support" / "transcripts" / "weather.jsonl"
 OSLO = find("oslo")
 assert OSLO is not None
 NOW = Situation(OSLO, date(2023, 6, 15))

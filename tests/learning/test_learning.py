@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+SUPPORT = Path(__file__).parents[1] / "support"
+ROOT = SUPPORT.parents[1]
 SETTINGS = (
     "env.names = ['lever_env']",
     "train.batch_size = 9",
@@ -57,7 +57,7 @@ SETTINGS = (
 COMPILED = tempfile.TemporaryDirectory()
 ENVIRONMENT = {
     **os.environ,
-    "PYTHONPATH": str(HERE),
+    "PYTHONPATH": str(SUPPORT),
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
     "JAX_COMPILATION_CACHE_DIR": COMPILED.name,
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

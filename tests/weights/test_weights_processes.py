@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from published_models import copies, exported, model
@@ -76,7 +77,7 @@ def test_tensors_that_lie_on_two_processes_are_published_whole(tmp_path, program
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    here = os.path.dirname(__file__)
+    here = str(Path(__file__).parents[1] / "support")
     environment = {**os.environ, "PYTHONPATH": here, "XLA_FLAGS": ""}
     processes = [
         subprocess.Popen(

@@ -180,7 +180,7 @@ assert copies(mirror) == exported(params, scratch / "hf")
 
 def test_a_disk_that_fills_up_is_one_line_leaves_no_half_and_is_gone_on_from(tmp_path):
     """A real one where a file system of 256 KB may be mounted, else files may not grow so far."""
-    disk, here = tmp_path / "disk", os.path.dirname(__file__)
+    disk, here = tmp_path / "disk", str(Path(__file__).parents[1] / "support")
     disk.mkdir()
     mount = f"mount -t tmpfs -o size=256k none {disk}"
     try_it = ["unshare", "-rm", "sh", "-c", mount]
@@ -216,7 +216,7 @@ for number in range(10**6):
 
 def test_a_publisher_killed_while_writing_leaves_only_whole_versions(tmp_path, mirror):
     root = tmp_path / "weights"
-    here = os.path.dirname(__file__)
+    here = str(Path(__file__).parents[1] / "support")
     environment = {**os.environ, "PYTHONPATH": here, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", _FOREVER, str(root)]
     process = subprocess.Popen(
