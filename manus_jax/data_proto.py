@@ -1,20 +1,17 @@
-"""DataProto: the batch that travels through training, as one JAX pytree.
+"""DataProto: the batch that travels from rollout to update, as one JAX pytree.
 
 It holds `batch` (arrays with one leading row dimension), `non_tensor_batch` (one Python value per
-row, on the host) and `meta_info` (a plain dict). The idea: rows move as one. Every operation
-returns a new object in which arrays and per-row values are still in step, and arrays are shared,
-not copied, where nothing changed.
+row, on the host) and `meta_info` (a plain dict). Every operation returns a new object in which
+arrays and per-row values are still aligned; arrays are shared, not copied, where nothing changed.
 
-As a pytree, the arrays are the children; the host values are static data, compared by content. So
-`jit` does not retrace for equal content, and never hands back the host values of another batch. It
-does retrace when they differ: a step that sees fresh rows each time takes `proto.batch`, or a
-`proto.select(None, [], [])` without host values. Flattening snapshots both dicts, but not what is
-nested in their values: treat those as immutable.
+As a pytree its leaves are the arrays. Host values take no part in tracing: `jit` never retraces
+because of them, code inside a transformation does not see them, and what comes out of one has none.
+Outside of transformations (`jax.tree.map`, `jax.device_put`) they are kept.
 """
 
 import dataclasses
+import io
 import itertools
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,9 +25,6 @@ from manus_jax.data_proto_columns import Array
 
 ROW_WEIGHT = "row_weight"
 """float32 `[rows]`: 1 (or any positive weight) on real rows, 0 on padding rows."""
-
-BATCH_AXES = ("data", "fsdp")
-"""Mesh axes over which `shard` splits the rows, in this order, where the mesh has them."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,11 +114,6 @@ class DataProto:
         if isinstance(index, slice):
             return self._rows(index)
         if isinstance(index, jax.core.Tracer):
-            if self.non_tensor_batch:
-                raise ValueError(
-                    f"traced indexes cannot move the host values {list(self.non_tensor_batch)}: "
-                    "drop them with select(non_tensor_batch_keys=[]) or index outside jit"
-                )
             return self._rows(index)
         array = np.asarray(index)
         if array.ndim == 0 and array.dtype.kind in "iu":
@@ -146,7 +135,7 @@ class DataProto:
         )
 
     def _checked_indexes(self, indexes: np.ndarray) -> np.ndarray:
-        # JAX clamps indexes that are out of bounds; a batch must not lose rows that silently.
+        # JAX clamps indexes that are out of bounds, which would silently repeat rows.
         rows = len(self)
         if indexes.ndim != 1:
             raise ValueError(f"indexes must be one-dimensional, got shape {indexes.shape}")
@@ -279,26 +268,50 @@ class DataProto:
         return self[order]
 
     def make_iterator(
-        self, mini_batch_size: int, epochs: int = 1, seed: int | None = None
+        self,
+        mini_batch_size: int | None = None,
+        *,
+        by: str | None = None,
+        epochs: int = 1,
+        seed: Sequence[int] | None = None,
     ) -> Iterator["DataProto"]:
-        """Mini-batches of equal size over `epochs` passes, shuffled anew in each if seeded."""
-        rows = len(self)
-        if mini_batch_size < 1 or rows % mini_batch_size:
+        """Mini-batches over `epochs` passes, shuffled anew in each pass if seeded.
+
+        Args:
+          mini_batch_size: rows per mini-batch, which must divide the batch, or with `by` the number
+            of different values per mini-batch, of which the last may have fewer. None: all.
+          by: a host column; rows with the same value stay together, in their order.
+          epochs: passes over the batch.
+          seed: of the shuffling; pass `e` draws from `(*seed, e)`.
+        """
+        units = np.arange(len(self))
+        if by is not None:
+            numbers: dict[Any, int] = {}
+            column = columns.pick(self.non_tensor_batch, [by], "non_tensor_batch")[by]
+            units = np.array([numbers.setdefault(v, len(numbers)) for v in column], np.int64)
+        count = int(units.max(initial=-1)) + 1
+        size = count if mini_batch_size is None else mini_batch_size
+        if size < 1 and count:
+            raise ValueError(f"mini_batch_size must be at least 1, got {size}")
+        if by is None and count and count % size:
             raise ValueError(
-                f"{rows} rows do not divide into mini-batches of {mini_batch_size}; "
-                f"pad_to_divisor({mini_batch_size}) first"
+                f"{count} rows do not divide into mini-batches of {size}; "
+                f"pad_to_divisor({size}) first"
             )
 
-        def batches() -> Iterator["DataProto"]:
+        def mini_batches() -> Iterator["DataProto"]:
             for epoch in range(epochs):
-                shuffled = self
+                order = np.arange(count)
                 if seed is not None:
-                    # Raw bits are the same in every NumPy release; Generator methods may change.
-                    bits = np.random.Philox(key=np.array([seed, epoch], np.uint64))
-                    shuffled = self[np.argsort(bits.random_raw(rows), kind="stable")]
-                yield from shuffled.split(mini_batch_size)
+                    order = np.random.default_rng((*seed, epoch)).permutation(count)
+                for start in range(0, count, max(size, 1)):
+                    chosen = order[start : start + size]
+                    if by is None:
+                        yield self._rows(chosen)
+                    else:
+                        yield self._rows(np.flatnonzero(np.isin(units, chosen)))
 
-        return batches()
+        return mini_batches()
 
     def pad_to_divisor(self, divisor: int) -> "DataProto":
         """Appends rows of zeros (and `None`) until `divisor` divides; `row_weight` marks them 0."""
@@ -331,21 +344,6 @@ class DataProto:
             _, real = real.pop([ROW_WEIGHT])
         return real
 
-    def shard(self, mesh: jax.sharding.Mesh) -> "DataProto":
-        """Puts the rows on `mesh`, split over its batch axes and replicated over the others."""
-        axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
-        parts = math.prod(mesh.shape[axis] for axis in axes)
-        if len(self) % parts:
-            factors = " × ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
-            raise ValueError(
-                f"{len(self)} rows do not divide over {factors} = {parts} shards "
-                f"({len(self)} % {parts} = {len(self) % parts}); pad_to_divisor({parts}) first"
-            )
-        spec = jax.sharding.PartitionSpec(axes) if axes else jax.sharding.PartitionSpec()
-        sharding = jax.sharding.NamedSharding(mesh, spec)
-        batch = {key: _place(value, sharding) for key, value in self.batch.items()}
-        return self._unchecked(batch, dict(self.non_tensor_batch), self.meta_info)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one file, without pickle, and renames it into place."""
         data_proto_file.write(path, self.batch, self.non_tensor_batch, self.meta_info)
@@ -353,33 +351,37 @@ class DataProto:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "DataProto":
         """Reads what `save` wrote; arrays come back as NumPy, with their exact dtypes."""
-        return cls.from_dict(*data_proto_file.read(path))
+        with open(path, "rb") as file:
+            return cls.from_dict(*data_proto_file.read(file, str(path)))
+
+    def to_bytes(self) -> bytes:
+        """What `save` writes, for sending to another process."""
+        buffer = io.BytesIO()
+        data_proto_file.dump(buffer, self.batch, self.non_tensor_batch, self.meta_info)
+        return buffer.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "DataProto":
+        return cls.from_dict(*data_proto_file.read(io.BytesIO(data), "the message"))
 
 
 class _HostValues:
-    """What a flattened DataProto carries as static data: hashed by shape, compared by content."""
+    """The static part of a flattened DataProto; all are equal, so that none causes retracing."""
 
     __slots__ = ("meta_info", "non_tensor_batch")
 
     def __init__(self, non_tensor_batch: dict[str, np.ndarray], meta_info: dict[str, Any]):
-        self.non_tensor_batch = {key: value.copy() for key, value in non_tensor_batch.items()}
-        self.meta_info = dict(meta_info)
+        self.non_tensor_batch = non_tensor_batch
+        self.meta_info = meta_info
 
     def __hash__(self) -> int:
-        sizes = sorted((key, len(value)) for key, value in self.non_tensor_batch.items())
-        return hash((tuple(sizes), tuple(sorted(map(str, self.meta_info)))))
+        return 0
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _HostValues) and (
-            self is other
-            or (
-                columns.same(self.non_tensor_batch, other.non_tensor_batch)
-                and columns.same(self.meta_info, other.meta_info)
-            )
-        )
+        return isinstance(other, _HostValues)
 
     def __repr__(self) -> str:
-        return f"{list(self.non_tensor_batch)}, {self.meta_info}"
+        return f"{list(self.non_tensor_batch)}, {list(self.meta_info)}"
 
 
 def _flatten(proto: DataProto) -> tuple[tuple[dict[str, Array]], _HostValues]:
@@ -392,17 +394,12 @@ def _flatten_with_keys(proto: DataProto) -> tuple[tuple[tuple[Any, Any]], _HostV
 
 
 def _unflatten(host: _HostValues, children: Iterable[Any]) -> DataProto:
-    # Copied, so that changing the metadata of one result leaves jit's cached treedef as it was.
-    others = {key: value.copy() for key, value in host.non_tensor_batch.items()}
     (batch,) = children
-    return DataProto._unchecked(batch, others, host.meta_info)
+    leaves = jax.tree.leaves(batch)
+    # jit caches the static part of its first call, so under tracing it must not reach the result.
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return DataProto._unchecked(batch, {}, {})
+    return DataProto._unchecked(batch, dict(host.non_tensor_batch), host.meta_info)
 
 
 jax.tree_util.register_pytree_with_keys(DataProto, _flatten_with_keys, _unflatten, _flatten)
-
-
-def _place(value: Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
-    if isinstance(value, jax.Array):
-        return jax.device_put(value, sharding)
-    # Each host reads the slices of its own devices, so this is right on several hosts too.
-    return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)

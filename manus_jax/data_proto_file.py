@@ -1,7 +1,7 @@
-"""The file of a DataProto: an .npz archive whose arrays are stored as they are, the rest as JSON.
+"""The file format of a DataProto: an .npz archive with the arrays, and JSON for everything else.
 
-No pickle: reading a file never runs code. The archive's checksums catch a damaged file, and a file
-appears under its name only once it is whole.
+There is no pickle, so reading a file never runs code. The archive's checksums detect a damaged
+file, and a file appears under its name only when it is complete.
 """
 
 import base64
@@ -10,7 +10,7 @@ import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 import numpy as np
@@ -25,6 +25,23 @@ def write(
     meta_info: dict[str, Any],
 ) -> None:
     path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            dump(file, batch, non_tensor_batch, meta_info)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def dump(
+    file: BinaryIO,
+    batch: Mapping[str, np.ndarray | jax.Array],
+    non_tensor_batch: Mapping[str, np.ndarray],
+    meta_info: dict[str, Any],
+) -> None:
     arrays = {f"array_{i}": _storable(key, v) for i, (key, v) in enumerate(batch.items())}
     header = {
         "format": FORMAT,
@@ -36,41 +53,32 @@ def write(
         "meta_info": _to_json(meta_info, "meta_info"),
     }
     arrays["header"] = np.frombuffer(json.dumps(header).encode("ascii"), np.uint8)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    np.savez(file, allow_pickle=False, **arrays)
 
 
 def read(
-    path: str | os.PathLike[str],
+    file: BinaryIO, name: str
 ) -> tuple[dict[str, np.ndarray], dict[str, list[Any]], dict[str, Any]]:
-    """`(batch, non_tensor_batch, meta_info)`."""
-    with open(path, "rb") as file:
-        try:
-            if not zipfile.is_zipfile(file):
-                raise ValueError("it is cut short, or of another format")
-            file.seek(0)
-            archive = np.load(file, allow_pickle=False)
-            header = json.loads(archive["header"].tobytes())
-            if header["format"] != FORMAT:
-                raise ValueError(f"its format is {header['format']!r}, not {FORMAT!r}")
-            batch = {
-                key: archive[f"array_{i}"].view(np.dtype(dtype))
-                for i, (key, dtype) in enumerate(header["batch"])
-            }
-            columns = {
-                key: [_from_json(value) for value in column]
-                for key, column in header["non_tensor_batch"].items()
-            }
-            return batch, columns, _from_json(header["meta_info"])
-        except (zipfile.BadZipFile, ValueError, LookupError, TypeError, EOFError) as error:
-            raise ValueError(f"{path} is not a readable DataProto file: {error}") from error
+    """`(batch, non_tensor_batch, meta_info)`; errors call the file `name`."""
+    try:
+        if not zipfile.is_zipfile(file):
+            raise ValueError("it is truncated, or of another format")
+        file.seek(0)
+        archive = np.load(file, allow_pickle=False)
+        header = json.loads(archive["header"].tobytes())
+        if header["format"] != FORMAT:
+            raise ValueError(f"its format is {header['format']!r}, not {FORMAT!r}")
+        batch = {
+            key: archive[f"array_{i}"].view(np.dtype(dtype))
+            for i, (key, dtype) in enumerate(header["batch"])
+        }
+        columns = {
+            key: [_from_json(value) for value in column]
+            for key, column in header["non_tensor_batch"].items()
+        }
+        return batch, columns, _from_json(header["meta_info"])
+    except (zipfile.BadZipFile, ValueError, LookupError, TypeError, EOFError) as error:
+        raise ValueError(f"{name} is not a readable DataProto file: {error}") from error
 
 
 def _is_extension(dtype: np.dtype) -> bool:

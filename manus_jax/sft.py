@@ -7,6 +7,7 @@ from manus_jax.config import binding as config
 from manus_jax.config.settings import (
     ComputeSettings,
     DataSettings,
+    DistributedSettings,
     MeshSettings,
     ModelSettings,
     OptimizerSettings,
@@ -14,6 +15,7 @@ from manus_jax.config.settings import (
     SftSettings,
 )
 from manus_jax.training import supervised
+from manus_jax.training.job import joined
 from manus_jax.training.run_directory import disk_errors
 
 
@@ -28,16 +30,19 @@ def main(arguments: list[str]) -> None:
         OptimizerSettings,
         MeshSettings,
         ComputeSettings,
+        DistributedSettings,
     ]
-    sft, data, model, optimizer, mesh, compute = config.build(*classes)
+    sft, data, model, optimizer, mesh, compute, distributed = config.build(*classes)
     scratch = None
     if model.path is None:
         classes.append(ScratchSettings)
         (scratch,) = config.build(ScratchSettings)
     config.refuse_unread(classes)
     settings = supervised.SftConfig(sft, data, model, scratch, optimizer, mesh, compute)
-    with disk_errors(Path(sft.run_dir)):
-        last = supervised.run(settings, config.operative_config())
+    with joined(distributed) as job, disk_errors(Path(sft.run_dir)):
+        last = supervised.run(settings, config.operative_config(), job)
+    if not job.primary:
+        return
     for name in ("train/loss", "val/loss", "val/unigram_entropy"):
         if name in last:
             print(f"{name:24s} {last[name]:.4f}")

@@ -5,16 +5,12 @@ from pathlib import Path
 
 from manus_jax import command
 from manus_jax.config import binding as config
-from manus_jax.errors import UserError
-from manus_jax.models import huggingface
 from manus_jax.training.build import open_trainer
-from manus_jax.training.distributed import Team, joined
-from manus_jax.training.following import follow
-from manus_jax.training.learner_specs import TrainConfig, read_config
+from manus_jax.training.job import joined
+from manus_jax.training.learner_specs import read_config
 from manus_jax.training.run_directory import disk_errors
 from manus_jax.training.run_summary import print_closing
 from manus_jax.vllm.options import check_gpus_of_many, claim_gpus
-from manus_jax.weights.host_tensors import spread
 
 
 def main(arguments: list[str]) -> None:
@@ -22,32 +18,16 @@ def main(arguments: list[str]) -> None:
     args = parser.parse_args(arguments)
     settings, distributed = read_config(args.gin_file, args.gin_param)
     settings = dataclasses.replace(settings, engine=claim_gpus(settings.engine))
-    with joined(distributed, (UserError,)) as team:
-        if team is not None:
-            check_gpus_of_many(settings.engine)
-        if team is None or team.leads:
-            lead(settings, team)
-        else:
-            follow(settings, team)
-
-
-def lead(settings: TrainConfig, team: Team | None) -> None:
-    """Trains, exports and tells of it; with the other processes of the team, if there is one."""
     train = settings.train
-    with (
-        disk_errors(Path(train.run_dir)),
-        open_trainer(settings, config.operative_config(), team) as trainer,
-    ):
-        trainer.run()
-        export = trainer.directory.export(train.total_steps)
-        if train.export and not train.val_only and not export.exists():
-            export.parent.mkdir(exist_ok=True)
-            card = huggingface.ModelCard.load(trainer.directory.model)
-            params = trainer.policy.state.params
-            huggingface.save_hf(
-                params if team is None else spread(params, team.together), card, export
-            )
-    print_closing(trainer.directory, train.yardsticks, train.next_command)
+    with joined(distributed) as job, disk_errors(Path(train.run_dir)):
+        if job.count > 1:
+            check_gpus_of_many(settings.engine)
+        with open_trainer(settings, config.operative_config(), job) as trainer:
+            trainer.run()
+            if train.export and not train.val_only:
+                trainer.export()
+        if job.primary:
+            print_closing(trainer.directory, train.yardsticks, train.next_command)
 
 
 if __name__ == "__main__":

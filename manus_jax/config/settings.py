@@ -8,7 +8,6 @@ import dataclasses
 from typing import Any, Literal
 
 from manus_jax.config.binding import ConfigError, settings
-from manus_jax.learner.packing import Overlong
 from manus_jax.models.transformer import REMAT_POLICIES
 from manus_jax.rollout.prompts import PromptSource
 
@@ -73,10 +72,10 @@ class DistributedSettings:
     process_id: int | None = None  # which one this is; None: JAX finds it
     connect_s: float = 300.0  # in which all processes must have come together
     heartbeat_s: float = 30.0  # a process that is silent for so long is dead
-    together_s: float = 3600.0  # the longest that one thing done together takes, compiling included
+    timeout_s: float = 7200.0  # the longest that a process waits for the others
 
     def __post_init__(self) -> None:
-        for name in ("connect_s", "heartbeat_s", "together_s"):
+        for name in ("connect_s", "heartbeat_s", "timeout_s"):
             value = getattr(self, name)
             _require(value >= 1, f"distributed.{name} = {value:g}: at least 1")
         number, count = self.process_id, self.processes
@@ -114,7 +113,7 @@ class DataSettings:
     train_weights: tuple[float, ...] = ()  # of the train files in the mixture; empty: by size
     max_length: int = 2048  # tokens in a row
     rows: int = 1  # rows in a micro-batch, over all devices
-    overlong: Overlong = "cut"  # a sequence longer than a row: error, drop, or cut at a turn's end
+    overlong: Literal["error", "drop", "cut"] = "cut"  # too long for a row; cut: at a turn's end
 
     def __post_init__(self) -> None:
         _require(

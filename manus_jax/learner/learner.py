@@ -1,15 +1,12 @@
 """The policy and the critic as things that learn: a state, its update, and its forward pass.
 
-A `Learner` is what the training loop holds of a model. It knows packing and the mesh, nothing of
-episodes or algorithms: samples with per-token fields come in, metrics and per-token numbers go out.
-
-Of several processes only the first has samples. It tells the others what it is about to run, and
-they run the same programs on batches that are blank until process 0's takes their place.
+A `Learner` is what the training loop holds of a model. It knows rows and the mesh, but nothing of
+episodes or algorithms: a packed batch with per-token columns goes in; metrics or a new column come
+out. With several processes, all of them call the same methods with the same batch.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,123 +14,113 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from manus_jax.algorithms.aggregation import token_weights
+from manus_jax.data_proto import DataProto
 from manus_jax.learner import objectives
-from manus_jax.learner.packing import Layout, Packed, Sample, pack, with_loss_weights
+from manus_jax.learner.packing import PackedRows, RowShape
 from manus_jax.learner.update import (
     Objective,
     Params,
     TrainState,
     init_state,
+    make_evaluate,
     make_forward,
     make_update,
     put_batch,
     state_shardings,
 )
 
-# What every packed batch holds; all other fields are float32.
-_ROWS = {
-    "input_ids": np.int32,
-    "segment_ids": np.int32,
-    "positions": np.int32,
-    "loss_mask": np.bool_,
-}
-
-Together = Callable[..., AbstractContextManager[None]]
-"""`with together(do="update", …)` has the other processes, if there are any, do the same."""
-
 
 @dataclasses.dataclass(frozen=True)
-class Design:
-    """Everything about a model in training but its weights.
+class LearnerSpec:
+    """Everything about a model in training except its weights.
 
-    `layout` bounds a batch: as many sequences as it has rows always fit, and no shape ever changes.
+    `columns` are the per-token columns that the objective reads. Buffers of updates and of forward
+    passes start with room for this many micro-batches. A batch that needs more makes them grow,
+    which compiles the program again.
     """
 
     shapes: Params
     objective: Objective
     forward: Callable[[Params, dict[str, jax.Array]], jax.Array]
     optimizer: optax.GradientTransformation
-    layout: Layout
+    columns: tuple[str, ...]
+    row_shape: RowShape
+    update_micro_batches: int
+    forward_micro_batches: int
+    aggregation: str = "token-mean"
+    norm_constant: float | None = None
 
 
 class Learner:
-    """One model in training; `name` is what other processes know it by."""
+    """One model in training."""
 
-    def __init__(self, params: Params, design: Design, mesh: Mesh, name: str, together: Together):
-        self.mesh = mesh
-        self.layout = design.layout
-        self.state = init_state(params, design.optimizer, mesh)
-        self._name, self._together = name, together
-        self._shapes, self._optimizer = design.shapes, design.optimizer
-        self._update = make_update(design.objective, design.optimizer, mesh, design.shapes)
-        self._forward = make_forward(design.forward, mesh, design.shapes)
+    def __init__(self, params: Params, spec: LearnerSpec, mesh: Mesh) -> None:
+        self.mesh, self.spec = mesh, spec
+        self.state = init_state(params, spec.optimizer, mesh)
+        self._update = make_update(spec.objective, spec.optimizer, mesh, spec.shapes)
+        self._forward = make_forward(spec.forward, mesh, spec.shapes)
+        self._evaluate = make_evaluate(spec.objective, mesh, spec.shapes)
+        self._capacity = {
+            "update": spec.update_micro_batches,
+            "forward": spec.forward_micro_batches,
+        }
 
     def abstract_state(self) -> TrainState:
-        """Shapes and placements of the state, for restoring a checkpoint."""
-        shardings = state_shardings(self._shapes, self._optimizer, self.mesh)
+        """Shapes and shardings of the state, for restoring a checkpoint."""
+        shardings = state_shardings(self.spec.shapes, self.spec.optimizer, self.mesh)
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.state, shardings
         )
 
-    def update(
-        self,
-        samples: Sequence[Sample],
-        fields: Sequence[str],
-        aggregation: str,
-        norm_constant: float | None = None,
-    ) -> dict[str, float]:
-        """One optimizer step on the samples; means over their trained tokens."""
-        weighed = with_loss_weights(_only(samples, fields), aggregation, norm_constant)
-        packed = pack(weighed, self.layout)
-        with self._together(do="update", learner=self._name, fields=sorted(packed.arrays)):
-            sums = self.update_packed(packed)
-            return {**objectives.token_means(sums), **packed.metrics()}
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """One optimizer step on the batch; means over its trained tokens."""
+        return self.start_update(batch)()
 
-    def update_packed(self, packed: Packed) -> dict[str, jax.Array]:
-        """What all processes do of `update`; the sums of its metrics."""
-        self.state, sums = self._update(self.state, *put_batch(packed, self.mesh))
-        return sums
+    def start_update(self, batch: DataProto) -> Callable[[], dict[str, float]]:
+        """Dispatches an optimizer step; calling the result waits for its metrics."""
+        weighted = self._with_loss_weights(batch)
+        rows = self._rows(weighted, "update")
+        arrays = rows.arrays((*self.spec.columns, "loss_weights"))
+        self.state, sums = self._update(self.state, *put_batch(arrays, rows.used, self.mesh))
+        return lambda: {**objectives.token_means(sums), **rows.metrics()}
 
     def forward(
-        self, samples: Sequence[Sample], reference: "Reference | None" = None
-    ) -> list[np.ndarray]:
-        """Log-probs or values of each sample's tokens, float32 [T], 0 outside its mask.
+        self, batch: DataProto, column: str, reference: "Reference | None" = None
+    ) -> DataProto:
+        """Log-probs or values of the trained tokens as `column`, float32, 0 outside the loss mask.
 
-        A `reference` policy may stand in for the learner's own parameters.
+        A `reference` policy may take the place of the learner's own parameters.
         """
-        outputs: list[np.ndarray] = []
-        capacity = self.layout.micro_batches * self.layout.rows
-        for start in range(0, len(samples), capacity):
-            part = samples[start : start + capacity]
-            packed = pack(_only(part, ()), self.layout)
-            with self._together(do="forward", learner=self._name, reference=reference is not None):
-                out = np.asarray(self.forward_packed(packed, reference))
-            outputs += [
-                np.where(s.loss_mask, x, 0.0).astype(np.float32)
-                for s, x in zip(part, packed.unpack(out), strict=True)
-            ]
-        return outputs
-
-    def forward_packed(self, packed: Packed, reference: "Reference | None") -> jax.Array:
-        """What all processes do of `forward`; float32 [micro_batches, rows, length]."""
         params = self.state.params if reference is None else reference.params()
-        return self._forward(params, *put_batch(packed, self.mesh))
+        rows = self._rows(batch, "forward")
+        out = np.asarray(self._forward(params, *put_batch(rows.arrays(()), rows.used, self.mesh)))
+        values = np.where(np.asarray(batch.batch["loss_mask"]), rows.unpack(out), 0.0)
+        return DataProto.from_dict({column: values.astype(np.float32)})
 
-    def blank(self, fields: Sequence[str] = tuple(_ROWS)) -> Packed:
-        """A batch of `fields` with nothing in it, for a process that has no samples."""
-        shape = (self.layout.micro_batches, self.layout.rows, self.layout.length)
-        arrays: dict[str, np.ndarray] = {
-            name: np.zeros(shape, _ROWS.get(name, np.float32)) for name in fields
-        }
-        return Packed(arrays, (), 0)
+    def evaluate(self, batch: DataProto) -> dict[str, float]:
+        """Sums of the objective's metrics over the trained tokens, without an update."""
+        rows = self._rows(self._with_loss_weights(batch), "update")
+        arrays = rows.arrays((*self.spec.columns, "loss_weights"))
+        sums = self._evaluate(self.state.params, *put_batch(arrays, rows.used, self.mesh))
+        return {name: float(x) for name, x in jax.device_get(sums).items()}
 
+    def _with_loss_weights(self, batch: DataProto) -> DataProto:
+        """With the denominators of the whole batch as per-token weights."""
+        mask = np.asarray(batch.batch["loss_mask"])
+        weights = token_weights(mask, self.spec.aggregation, self.spec.norm_constant)
+        return batch.union(DataProto.from_dict({"loss_weights": weights}))
 
-def _only(samples: Sequence[Sample], fields: Sequence[str]) -> list[Sample]:
-    return [dataclasses.replace(s, fields={k: s.fields[k] for k in fields}) for s in samples]
+    def _rows(self, batch: DataProto, purpose: str) -> PackedRows:
+        rows = PackedRows(batch, self.spec.row_shape, self._capacity[purpose])
+        if rows.used > self._capacity[purpose]:
+            self._capacity[purpose] = 1 << (rows.used - 1).bit_length()
+            rows = PackedRows(batch, self.spec.row_shape, self._capacity[purpose])
+        return rows
 
 
 class Reference:
-    """A frozen policy. On the host it costs device memory only while it is used.
+    """A frozen policy. Kept on the host, it uses device memory only while it computes.
 
     There each process keeps the slices of its own devices.
     """
@@ -148,7 +135,7 @@ class Reference:
 
 
 class _HostArray:
-    """This process's slices of an array, in host memory; equal slices are kept once."""
+    """This process's slices of an array in host memory; equal slices are kept once."""
 
     def __init__(self, array: jax.Array):
         self._shape, self._sharding = array.shape, array.sharding

@@ -94,7 +94,7 @@ def critic(graphdef: nnx.GraphDef[Critic], cliprange: float) -> Objective:
         loss_t, stats = value_loss(values, batch["values"], batch["returns"], cliprange)
         mask = batch["loss_mask"]
         loss_t = jnp.where(mask, loss_t, 0.0)
-        return jnp.sum(batch["loss_weights"] * loss_t), _sums(mask, {**stats, "vpred": values})
+        return jnp.sum(batch["loss_weights"] * loss_t), _sums(mask, stats)
 
     return objective
 

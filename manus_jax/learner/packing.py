@@ -1,189 +1,129 @@
-"""Ragged sequences into rows of one fixed shape.
+"""Segments of different lengths packed into rows of one fixed length.
 
-First-fit-decreasing packing puts several sequences in a row and tells them apart by segment id.
-The buffer always has room for one sequence per row, so any batch of that many sequences fits and
-the shape never changes; the update loop runs only over the micro-batches that hold something.
+First-fit-decreasing packing puts several segments into a row; segment ids tell them apart. A batch
+is packed once per step: `add_packing` stores where each segment lies as columns of the batch, and
+every forward pass and update of the step reads its rows with `PackedRows`. Segments that may end up
+in different mini-batches never share a row, so a mini-batch is a set of whole rows.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from manus_jax.algorithms.aggregation import sequence_weights
+from manus_jax.data_proto import DataProto
 from manus_jax.errors import UserError
 
-Overlong = Literal["error", "drop", "cut"]
+PACKED_ROW, PACKED_START, PACKED_SEGMENT = "packed_row", "packed_start", "packed_segment"
 
 
 class PackingError(UserError, ValueError):
-    """A sequence or a batch that does not fit, with the sizes."""
+    """A sequence that does not fit into a row, with the sizes."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """One training sequence.
+def add_packing(batch: DataProto, length: int, by: str | None = None) -> DataProto:
+    """The batch with the place of each segment in rows of `length` tokens.
 
-    `input_ids` int32 [T] are the exact tokens, `loss_mask` bool [T] marks the agent's own.
-    `fields` are per-token float32 [T] (advantages, old_log_probs, …), kept in step with the tokens.
-    `turn_ends` are the positions just after each agent turn, where a cut leaves no half turn.
+    Adds int32 columns [rows]: packed_row, packed_start, packed_segment (1, 2, … within a packed
+    row). Only segments with the same value of the host column `by` share a row; None: any.
+    Deterministic for the same segments in the same order.
     """
-
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-    fields: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    turn_ends: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if len(self.input_ids) == 0 or self.loss_mask[0]:
-            raise PackingError("a sequence needs a first token that is given, not trained")
-        for name, x in {"loss_mask": self.loss_mask, **self.fields}.items():
-            if x.shape != self.input_ids.shape:
-                raise PackingError(
-                    f"field {name!r} has shape {x.shape}, the tokens {self.input_ids.shape}"
-                )
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
-    def cut(self, length: int) -> "Sample":
-        """The first `length` tokens."""
-        return dataclasses.replace(
-            self,
-            input_ids=self.input_ids[:length],
-            loss_mask=self.loss_mask[:length],
-            fields={k: v[:length] for k, v in self.fields.items()},
-            turn_ends=tuple(e for e in self.turn_ends if e <= length),
-        )
+    mask = np.asarray(batch.batch["attention_mask"])
+    lengths = mask.sum(1)
+    if len(lengths) and int(lengths.min()) == 0:
+        raise PackingError("a segment has no tokens")
+    if np.asarray(batch.batch["loss_mask"])[:, :1].any():
+        raise PackingError("the first token of a segment is trained; it has no context")
+    units: list[np.ndarray] = [np.arange(len(lengths))]
+    if by is not None:
+        members: dict[object, list[int]] = {}
+        for index, value in enumerate(batch.non_tensor_batch[by]):
+            members.setdefault(value, []).append(index)
+        units = [np.array(indexes) for indexes in members.values()]
+    row, start, segment = np.zeros((3, len(lengths)), np.int32)
+    rows = 0
+    for unit in units:
+        for packed in _first_fit_decreasing(lengths[unit].tolist(), length):
+            members_of_row = unit[packed]
+            ends = np.cumsum(lengths[members_of_row])
+            row[members_of_row] = rows
+            start[members_of_row] = ends - lengths[members_of_row]
+            segment[members_of_row] = np.arange(1, len(packed) + 1)
+            rows += 1
+    columns = {PACKED_ROW: row, PACKED_START: start, PACKED_SEGMENT: segment}
+    return batch.union(DataProto.from_dict(columns))
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """The fixed shape of a packed batch: [micro_batches, rows, length]."""
+class RowShape:
+    """Packed rows as the compiled step takes them: micro-batches of `rows` rows of `length`."""
 
-    micro_batches: int
     rows: int
     length: int
 
-    @classmethod
-    def for_batch(cls, sequences: int, rows: int, length: int) -> "Layout":
-        """Room for `sequences` sequences in micro-batches of `rows` rows."""
-        return cls(-(-sequences // rows), rows, length)
 
+class PackedRows:
+    """The rows that the segments of a packed batch fill, split into micro-batches.
 
-@dataclasses.dataclass(frozen=True)
-class Packed:
-    """`arrays` [micro_batches, rows, length]: input_ids, segment_ids, positions, loss_mask, fields.
-
-    `places[i]` is where sample i lies: (micro_batch, row, start, length). `used` micro-batches hold
-    something; the rest of the buffer is padding.
+    `used` micro-batches hold tokens; buffers have room for `capacity` of them.
     """
 
-    arrays: dict[str, np.ndarray]
-    places: tuple[tuple[int, int, int, int], ...]
-    used: int
+    def __init__(self, batch: DataProto, shape: RowShape, capacity: int) -> None:
+        self._batch, self._shape = batch, shape
+        self._mask = np.asarray(batch.batch["attention_mask"])
+        numbers, rows = np.unique(np.asarray(batch.batch[PACKED_ROW]), return_inverse=True)
+        self.used = -(-len(numbers) // shape.rows)
+        self._shape3 = (max(capacity, self.used), shape.rows, shape.length)
+        tokens = np.arange(self._mask.shape[1], dtype=np.int64)
+        start = rows.astype(np.int64) * shape.length + np.asarray(batch.batch[PACKED_START])
+        self._where = (start[:, None] + tokens)[self._mask]
+        self._positions = np.broadcast_to(tokens, self._mask.shape)[self._mask]
 
-    def unpack(self, array: np.ndarray) -> list[np.ndarray]:
-        """Per-sample pieces of an array [micro_batches, rows, length]."""
-        return [array[m, r, start : start + n] for m, r, start, n in self.places]
+    def arrays(self, columns: Iterable[str]) -> dict[str, np.ndarray]:
+        """[capacity, rows, length] each: input_ids, segment_ids, positions, loss_mask, columns."""
+        segment = np.asarray(self._batch.batch[PACKED_SEGMENT])
+        segment = np.broadcast_to(segment[:, None], self._mask.shape)
+        return {
+            "segment_ids": self._place(segment[self._mask]),
+            "positions": self._place(self._positions.astype(np.int32)),
+            **{
+                name: self._place(np.asarray(self._batch.batch[name])[self._mask])
+                for name in ("input_ids", "loss_mask", *columns)
+            },
+        }
+
+    def unpack(self, packed: np.ndarray) -> np.ndarray:
+        """Numbers [capacity, rows, length] as a column [rows of the batch, width], 0 elsewhere."""
+        column = np.zeros(self._mask.shape, packed.dtype)
+        column[self._mask] = packed.reshape(-1)[self._where]
+        return column
 
     def metrics(self) -> dict[str, float]:
         """How full the computed rows are."""
-        tokens = sum(n for *_, n in self.places)
-        _, rows, length = self.arrays["input_ids"].shape
+        rows = self.used * self._shape.rows
         return {
-            "packing/tokens": float(tokens),
-            "packing/rows": float(self.used * rows),
-            "packing/efficiency": tokens / max(1, self.used * rows * length),
+            "packing/tokens": float(len(self._where)),
+            "packing/rows": float(rows),
+            "packing/efficiency": len(self._where) / max(1, rows * self._shape.length),
         }
 
-
-def fit(
-    samples: Sequence[Sample], length: int, policy: Overlong
-) -> tuple[list[Sample], dict[str, float]]:
-    """Applies the policy on sequences longer than a row; returns what stays, and the counts.
-
-    "error" refuses them, "drop" leaves them out, "cut" keeps the whole turns that fit (and drops
-    a sequence whose first agent turn does not).
-    """
-    kept, dropped, cut = [], 0, 0
-    for index, sample in enumerate(samples):
-        if len(sample) <= length:
-            kept.append(sample)
-            continue
-        if policy == "error":
-            raise PackingError(
-                f"sequence {index} has {len(sample)} tokens and a row holds {length}; "
-                "raise the length, or choose overlong = 'drop' or 'cut'"
-            )
-        end = max((e for e in sample.turn_ends if e <= length), default=0)
-        if policy == "cut" and end and sample.loss_mask[:end].any():
-            kept.append(sample.cut(end))
-            cut += 1
-        else:
-            dropped += 1
-    return kept, {"packing/overlong_dropped": float(dropped), "packing/overlong_cut": float(cut)}
-
-
-def with_loss_weights(
-    samples: Sequence[Sample], mode: str, norm_constant: float | None = None
-) -> list[Sample]:
-    """The samples with a field `loss_weights`: the whole batch's denominators, per token."""
-    lengths = np.array([s.loss_mask.sum() for s in samples], np.int64)
-    weights = sequence_weights(lengths, mode, norm_constant)
-    return [
-        dataclasses.replace(s, fields={**s.fields, "loss_weights": w * s.loss_mask})
-        for s, w in zip(samples, weights, strict=True)
-    ]
-
-
-def pack(samples: Sequence[Sample], layout: Layout, pad_id: int = 0) -> Packed:
-    """First-fit-decreasing into `layout`; deterministic for the same samples in the same order."""
-    rows_of = _first_fit_decreasing([len(s) for s in samples], layout.length)
-    capacity = layout.micro_batches * layout.rows
-    if len(rows_of) > capacity:
-        raise PackingError(
-            f"{len(samples)} sequences need {len(rows_of)} rows of {layout.length} tokens and the "
-            f"batch has {layout.micro_batches} x {layout.rows} = {capacity}"
-        )
-    shape = (capacity, layout.length)
-    arrays: dict[str, np.ndarray] = {
-        "input_ids": np.full(shape, pad_id, np.int32),
-        "segment_ids": np.zeros(shape, np.int32),
-        "positions": np.zeros(shape, np.int32),
-        "loss_mask": np.zeros(shape, np.bool_),
-    }
-    names = sorted({name for s in samples for name in s.fields})
-    arrays |= {name: np.zeros(shape, np.float32) for name in names}
-    places: list[tuple[int, int, int, int]] = [(0, 0, 0, 0)] * len(samples)
-    for row, members in enumerate(rows_of):
-        start = 0
-        for segment, index in enumerate(members, start=1):
-            sample = samples[index]
-            span = slice(start, start + len(sample))
-            arrays["input_ids"][row, span] = sample.input_ids
-            arrays["segment_ids"][row, span] = segment
-            arrays["positions"][row, span] = np.arange(len(sample))
-            arrays["loss_mask"][row, span] = sample.loss_mask
-            for name in names:
-                arrays[name][row, span] = sample.fields[name]
-            places[index] = (*divmod(row, layout.rows), start, len(sample))
-            start += len(sample)
-    shaped = {
-        k: v.reshape(layout.micro_batches, layout.rows, layout.length) for k, v in arrays.items()
-    }
-    return Packed(shaped, tuple(places), used=-(-len(rows_of) // layout.rows))
+    def _place(self, values: np.ndarray) -> np.ndarray:
+        packed = np.zeros(int(np.prod(self._shape3)), values.dtype)
+        packed[self._where] = values
+        return packed.reshape(self._shape3)
 
 
 def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Members of each row. Sequences are placed longest first, each in the first row with room."""
+    """Members of each row. Segments are placed longest first, each in the first row with room."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     rows: list[list[int]] = []
     room = np.empty(len(lengths), np.int64)
     for index in order:
         if lengths[index] > capacity:
-            raise PackingError(f"a sequence of {lengths[index]} tokens in rows of {capacity}")
+            raise PackingError(
+                f"a sequence of {lengths[index]} tokens does not fit into rows of {capacity}; "
+                "raise data.max_length"
+            )
         fits = np.flatnonzero(room[: len(rows)] >= lengths[index])
         if fits.size:
             row = int(fits[0])

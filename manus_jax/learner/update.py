@@ -1,9 +1,9 @@
-"""The one compiled update: a loop over packed micro-batches, one optimizer step, donated state.
+"""The compiled update: a loop over packed micro-batches, one optimizer step, donated state.
 
-An objective gives a micro-batch's share of the loss, already divided by the whole batch's
+An objective returns a micro-batch's share of the loss, already divided by the whole batch's
 denominators (they are per-token weights in the batch), so the gradient is the plain sum over
-micro-batches and does not depend on how the batch was cut. Gradients add up in float32. A gradient
-that is not finite changes nothing but the count of skipped updates.
+micro-batches and does not depend on how the batch was split. Gradients accumulate in float32. A
+gradient that is not finite changes nothing except the count of skipped updates.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from manus_jax.learner.meeting import compiled_by_all
 from manus_jax.learner.mesh import (
     batch_sharding,
     check_batch,
@@ -24,7 +22,7 @@ from manus_jax.learner.mesh import (
     param_shardings,
     replicated,
 )
-from manus_jax.learner.packing import Packed
+from manus_jax.learner.processes import compile_on_all
 
 Params = Any
 Batch = dict[str, jax.Array]
@@ -33,7 +31,7 @@ Objective = Callable[[Params, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 
 
 class TrainState(NamedTuple):
-    """Everything the update changes. `step` counts updates, `skipped` those with a bad gradient."""
+    """What the update changes. `skipped` counts the updates whose gradient was not finite."""
 
     params: Params
     opt_state: Any
@@ -55,7 +53,7 @@ def state_shardings(
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The state around `params`, which are taken over (copied only to where they belong)."""
+    """The initial state; `params` are moved to their shardings and must not be used afterwards."""
     shardings = state_shardings(params, optimizer, mesh)
     params = jax.device_put(params, shardings.params)
     opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
@@ -63,21 +61,19 @@ def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Me
     return TrainState(params, opt_state, zero, jnp.copy(zero))
 
 
-def put_batch(packed: Packed, mesh: Mesh) -> tuple[Batch, jax.Array]:
-    """A packed batch on the mesh, split over it, and how many micro-batches it uses.
+def put_batch(arrays: dict[str, np.ndarray], used: int, mesh: Mesh) -> tuple[Batch, jax.Array]:
+    """Packed arrays [micro_batches, rows, length] on the mesh, and how many micro-batches count.
 
-    Of several processes all call this in step, with arrays of the same names and shapes; the batch
-    is that of process 0.
+    With several processes all of them pass the same arrays, and each takes its own part.
     """
-    _, rows, length = packed.arrays["input_ids"].shape
+    _, rows, length = arrays["input_ids"].shape
     check_batch(rows, length, mesh)
-    batch = (packed.arrays, np.int32(packed.used))
-    shardings = (batch_sharding(mesh), replicated(mesh))
+    sharding = batch_sharding(mesh)
     if jax.process_count() == 1:
-        return jax.device_put(batch, shardings)
-    arrays, used = multihost_utils.broadcast_one_to_all(batch)
+        return jax.device_put((arrays, np.int32(used)), (sharding, replicated(mesh)))
     place = lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index])
-    return {name: place(x, shardings[0]) for name, x in arrays.items()}, place(used, shardings[1])
+    batch: Batch = {name: place(x, sharding) for name, x in arrays.items()}
+    return batch, place(np.asarray(used, np.int32), replicated(mesh))
 
 
 def _micro_batch(batch: Batch, index: Any) -> Batch:
@@ -140,7 +136,7 @@ def make_update(
         out_shardings=(shardings, replicated(mesh)),
         donate_argnums=0,
     )
-    return compiled_by_all(jitted)
+    return compile_on_all(jitted)
 
 
 def make_evaluate(
@@ -161,7 +157,7 @@ def make_evaluate(
         in_shardings=(param_shardings(params, mesh), batch_sharding(mesh), replicated(mesh)),
         out_shardings=replicated(mesh),
     )
-    return compiled_by_all(jitted)
+    return compile_on_all(jitted)
 
 
 def make_forward(
@@ -169,8 +165,8 @@ def make_forward(
 ) -> Callable[[Params, Batch, Any], jax.Array]:
     """Compiles `forward(params, batch, used) -> float32 [micro_batches, rows, length]`.
 
-    `function` maps a micro-batch to float32 [rows, length]: log-probs or values. Of several
-    processes each gets the whole of it.
+    `function` maps a micro-batch to float32 [rows, length]: log-probs or values. With
+    several processes each of them gets the whole result.
     """
     split = jax.process_count() == 1
 
@@ -187,4 +183,4 @@ def make_forward(
         in_shardings=(param_shardings(params, mesh), batch_sharding(mesh), replicated(mesh)),
         out_shardings=batch_sharding(mesh) if split else replicated(mesh),
     )
-    return compiled_by_all(jitted)
+    return compile_on_all(jitted)

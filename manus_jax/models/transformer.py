@@ -16,10 +16,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from manus_jax.models.architecture import Architecture
-from manus_jax.models.attention import BATCH_AXES, AttentionKernel, attention
+from manus_jax.models.attention import (
+    BATCH_AXES,
+    AttentionKernel,
+    attention,
+    pick_implementation,
+)
 from manus_jax.models.vocabulary import embed_tokens
 
 Params = dict[str, Any]
@@ -48,6 +53,13 @@ class Compute:
         """
         mesh = self.kernel.mesh
         return self.kernel.implementation == "plain" and (mesh is None or mesh.size == 1)
+
+
+def make_compute(dtype: str, remat: str, attention: str, mesh: Mesh) -> Compute:
+    """The compute options for a mesh; attention "auto" takes the kernel of its platform."""
+    if attention == "auto":
+        attention = pick_implementation(mesh.devices.flat[0].platform)
+    return Compute(dtype, remat, AttentionKernel(attention, mesh))  # type: ignore[arg-type]
 
 
 # What the backward pass finds saved, per layer. "full" keeps the layer's input alone and computes

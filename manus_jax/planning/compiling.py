@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from manus_jax.algorithms.recipes import Recipe
 from manus_jax.config.binding import ConfigError
-from manus_jax.learner.learner import Design
+from manus_jax.learner.learner import LearnerSpec
 from manus_jax.learner.mesh import batch_sharding, replicated
 from manus_jax.learner.update import TrainState, make_update, state_shardings
 from manus_jax.planning.chips import GIB
@@ -63,7 +63,7 @@ def policy_fields(recipe: Recipe) -> tuple[str, ...]:
 
 
 def abstract_arguments(
-    design: Design, mesh: Mesh, fields: Sequence[str]
+    design: LearnerSpec, mesh: Mesh, fields: Sequence[str]
 ) -> tuple[TrainState, dict[str, Any], Any]:
     """Shapes and placements of what `update(state, batch, used)` takes."""
     counter = jax.ShapeDtypeStruct((), jnp.int32)
@@ -71,11 +71,10 @@ def abstract_arguments(
     state = TrainState(design.shapes, opt_state, counter, counter)
     placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     shardings = state_shardings(design.shapes, design.optimizer, mesh)
-    layout = design.layout
     types = {name: jnp.int32 for name in ("input_ids", "segment_ids", "positions")}
     types |= {"loss_mask": jnp.bool_, "loss_weights": jnp.float32}
     types |= {name: jnp.float32 for name in fields}
-    shape = (layout.micro_batches, layout.rows, layout.length)
+    shape = (design.update_micro_batches, design.row_shape.rows, design.row_shape.length)
     rows = batch_sharding(mesh)
     batch = {name: jax.ShapeDtypeStruct(shape, t, sharding=rows) for name, t in types.items()}
     return (
@@ -85,7 +84,7 @@ def abstract_arguments(
     )
 
 
-def state_bytes(design: Design, mesh: Mesh, fields: Sequence[str]) -> StateBytes:
+def state_bytes(design: LearnerSpec, mesh: Mesh, fields: Sequence[str]) -> StateBytes:
     state, batch, _ = abstract_arguments(design, mesh, fields)
     return StateBytes(*(_per_device(tree) for tree in (state.params, state.opt_state, batch)))
 
@@ -98,7 +97,7 @@ def _per_device(tree: Any) -> int:
 
 
 def lower_update(
-    design: Design, mesh: Mesh, fields: Sequence[str], platform: str | None = None
+    design: LearnerSpec, mesh: Mesh, fields: Sequence[str], platform: str | None = None
 ) -> jax.stages.Lowered:
     """The very update of training, lowered for the mesh's devices, or for another `platform`."""
     update: Any = make_update(design.objective, design.optimizer, mesh, design.shapes)

@@ -12,7 +12,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from manus_jax.config.binding import ConfigError
-from manus_jax.learner.learner import Design
+from manus_jax.learner.learner import LearnerSpec
 from manus_jax.learner.mesh import make_mesh
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import pick_implementation
@@ -31,7 +31,7 @@ from manus_jax.planning.compiling import (
 from manus_jax.planning.estimates import Workload
 from manus_jax.planning.module_costs import Collective, ModuleCosts, module_costs
 from manus_jax.planning.topologies import Topology
-from manus_jax.training.learner_specs import TrainConfig, design_critic, design_policy, make_recipe
+from manus_jax.training.learner_specs import TrainConfig, critic_spec, make_recipe, policy_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,11 +163,11 @@ def make_plan(
     config = for_platform(config, topology)
     mesh = plan_mesh(config, topology)
     recipe = make_recipe(config.algorithm)
-    parts: list[tuple[str, Design, Sequence[str]]] = [
-        ("policy", design_policy(config, recipe, arch, mesh), policy_fields(recipe))
+    parts: list[tuple[str, LearnerSpec, Sequence[str]]] = [
+        ("policy", policy_spec(config, recipe, arch, mesh), policy_fields(recipe))
     ]
     if recipe.needs_critic:
-        parts.append(("critic", design_critic(config, arch, mesh), CRITIC_FIELDS))
+        parts.append(("critic", critic_spec(config, arch, mesh), CRITIC_FIELDS))
     states = {name: state_bytes(design, mesh, fields) for name, design, fields in parts}
     shared: dict[str, float] = {}
     if recipe.needs_reference and config.algorithm.reference != "host":
@@ -214,7 +214,7 @@ def engine_bytes(config: TrainConfig, arch: Architecture) -> float:
 @dataclasses.dataclass(frozen=True)
 class _Part:
     name: str
-    design: Design
+    design: LearnerSpec
     fields: Sequence[str]
     workload: Workload
     state: StateBytes

@@ -26,7 +26,7 @@ from manus_jax.planning.plans import (
     workload_of,
 )
 from manus_jax.planning.topologies import Topology
-from manus_jax.training.learner_specs import TrainConfig, design_policy, make_recipe
+from manus_jax.training.learner_specs import TrainConfig, make_recipe, policy_spec
 
 _TRIES = 4
 # A share of the memory that estimates are asked to leave free.
@@ -95,7 +95,7 @@ def _candidates(
         shaped = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **sizes))
         try:
             mesh = plan_mesh(_with_rows(shaped, topology.count), topology)
-            design = design_policy(_with_rows(shaped, topology.count), recipe, arch, mesh)
+            design = policy_spec(_with_rows(shaped, topology.count), recipe, arch, mesh)
             state = state_bytes(design, mesh, policy_fields(recipe))
         except (MeshError, ModelError, ConfigError):
             continue

@@ -1,9 +1,9 @@
-"""Trajectories as what a learner takes: packed samples, or a padded DataProto.
+"""Trajectories as a `DataProto`, the batch from which a step computes its update.
 
-The one idea: rewards are allocated over the agent tokens of the whole episode, wherever its
-segments lie, and then handed to the segments; so an episode's token rewards add up to its reward
-however often its memory forked. Masks come from what was sampled, lengths from what is there: no
-token's meaning is read off its id.
+One row per segment, padded on the right. Rewards are allocated over the agent tokens of the whole
+episode and then written to the segments they lie in, so an episode's token rewards add up to its
+reward however often its memory forked. Masks and lengths come from what was sampled, never from
+the value of a token id.
 """
 
 import dataclasses
@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from manus_jax.algorithms.episode_tokens import EpisodeTokens
 from manus_jax.algorithms.reward_allocation import ALLOCATIONS, allocate
 from manus_jax.data_proto import DataProto
-from manus_jax.learner.packing import Sample
-from manus_jax.rollout.trajectory import Segment, Trajectory
+from manus_jax.errors import UserError
+from manus_jax.registry import Registry
+from manus_jax.rollout.trajectory import Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,165 +33,116 @@ class RewardAllocation:
     def __post_init__(self) -> None:
         if self.name not in ALLOCATIONS:
             known = ", ".join(ALLOCATIONS)
-            raise ValueError(f"unknown reward allocation {self.name!r}; there are {known}")
+            raise ValueError(f"unknown reward allocation {self.name!r} (known: {known})")
         if not 0 <= self.gamma <= 1:
             raise ValueError(f"gamma = {self.gamma} of the reward allocation is outside 0..1")
 
 
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """Where a sample comes from: segment `segment` of trajectory number `trajectory`."""
+TokenColumn = Callable[[Trajectory, int], np.ndarray]
+"""(trajectory, index of a segment) → one number per token of the segment, [T]."""
 
-    trajectory: int
-    segment: int
+TOKEN_COLUMNS: Registry[TokenColumn] = Registry("token column")
+"""User-defined columns of every batch, for a policy loss that needs them."""
 
-
-TokenField = Callable[[Trajectory, int], np.ndarray]
-"""(trajectory, number of a segment) → one number per token of the segment, [T]."""
-
-_OWN_FIELDS = ("sampler_log_probs", "token_rewards", "turn_ids", "versions")
-_MORE_FIELDS: dict[str, TokenField] = {}
+_COLUMNS = ("sampler_log_probs", "token_level_rewards", "turn_ids", "versions")
 
 
-def register_field(name: str) -> Callable[[TokenField], TokenField]:
-    """Decorator: gives every sample one more per-token field, for a policy loss that needs it."""
-
-    def register(fn: TokenField) -> TokenField:
-        if name in sample_fields():
-            raise ValueError(f"samples have a field {name!r} already; choose another name")
-        _MORE_FIELDS[name] = fn
-        return fn
-
-    return register
+class BatchError(UserError, ValueError):
+    """Episodes or columns that do not make a batch."""
 
 
-def sample_fields() -> tuple[str, ...]:
-    """The names of the per-token fields that samples have."""
-    return (*_OWN_FIELDS, *_MORE_FIELDS)
+def token_columns() -> tuple[str, ...]:
+    """The names of the per-token columns that a batch starts with."""
+    return (*_COLUMNS, *TOKEN_COLUMNS)
 
 
-def _more_fields(trajectory: Trajectory, segment: int) -> dict[str, np.ndarray]:
-    length = len(trajectory.segments[segment])
-    fields = {}
-    for name, fn in _MORE_FIELDS.items():
-        fields[name] = np.asarray(fn(trajectory, segment), np.float32)
-        if fields[name].shape != (length,):
-            raise ValueError(
-                f"field {name!r} of episode {trajectory.uid} has shape {fields[name].shape}, and "
-                f"its segment {segment} has {length} tokens"
-            )
-    return fields
-
-
-def token_rewards(
-    trajectories: Sequence[Trajectory], allocation: RewardAllocation
-) -> list[list[np.ndarray]]:
-    """Rewards of the tokens of each segment, float32 [T], by trajectory.
-
-    Over all segments of a trajectory they add up to its `episode_reward`.
-    """
-    if not trajectories:
-        return []
-    for trajectory in trajectories:
-        _check_tokens(trajectory)
-    # Allocation looks at agent tokens alone; sizes are rounded up so that few shapes are compiled.
-    turn_ids = [np.concatenate([s.turn_ids[s.loss_mask] for s in t.segments]) for t in trajectories]
-    shape = (_rounded(len(trajectories)), _rounded(max(map(len, turn_ids))))
-    mask, turns = np.zeros(shape, bool), np.zeros(shape, np.int32)
-    totals = np.zeros(shape[0], np.float32)
-    steps = np.zeros((shape[0], _rounded(max(len(t.turns) for t in trajectories))), np.float32)
-    for row, (trajectory, ids) in enumerate(zip(trajectories, turn_ids, strict=True)):
-        mask[row, : len(ids)] = True
-        turns[row, : len(ids)] = ids
-        totals[row] = trajectory.episode_reward
-        steps[row, : len(trajectory.turns)] = trajectory.turn_rewards
-    placed = np.asarray(_allocate(allocation.name, mask, turns, totals, steps, allocation.gamma))
-    return [
-        _by_segment(trajectory.segments, placed[row, : len(ids)])
-        for row, (trajectory, ids) in enumerate(zip(trajectories, turn_ids, strict=True))
-    ]
-
-
-def to_samples(
-    trajectories: Sequence[Trajectory], allocation: RewardAllocation
-) -> tuple[list[Sample], list[Origin]]:
-    """One sample per segment, in order, with where each comes from.
-
-    Fields, all 0 outside the mask: sampler_log_probs, token_rewards; turn_ids and versions, which
-    are -1 there; and those of `register_field`.
-    """
-    samples, origins = [], []
-    rewards = token_rewards(trajectories, allocation)
-    for number, (trajectory, by_segment) in enumerate(zip(trajectories, rewards, strict=True)):
-        for index, (segment, rewarded) in enumerate(
-            zip(trajectory.segments, by_segment, strict=True)
-        ):
-            fields = {
-                "sampler_log_probs": segment.log_probs,
-                "token_rewards": rewarded,
-                "turn_ids": segment.turn_ids.astype(np.float32),
-                "versions": segment.versions.astype(np.float32),
-                **_more_fields(trajectory, index),
-            }
-            ends = tuple(turn.stop for turn in trajectory.turns if turn.segment == index)
-            samples.append(Sample(segment.token_ids, segment.loss_mask, fields, ends))
-            origins.append(Origin(number, index))
-    return samples, origins
-
-
-def to_data_proto(
-    trajectories: Sequence[Trajectory],
-    allocation: RewardAllocation,
-    pad_id: int = 0,
-    length: int | None = None,
+def to_batch(
+    trajectories: Sequence[Trajectory], allocation: RewardAllocation, pad_id: int = 0
 ) -> DataProto:
-    """One row per segment, padded on the right to `length` (or to the longest).
+    """One row per segment, episode by episode.
 
-    Arrays [rows, length]: input_ids, attention_mask, position_ids, loss_mask, turn_ids, versions,
-    token_level_rewards, sampler_log_probs, and those of `register_field`. Per row: uid, group_id,
-    env, item_id, segment, turns, valid_actions, episode_reward, env_reward, success, end_reason.
+    Arrays [rows, length]: input_ids, attention_mask, loss_mask, turn_ids and versions (-1 outside
+    the loss mask), token_level_rewards, sampler_log_probs, and those of TOKEN_COLUMNS; [rows]:
+    episode_ids. Per row on the host: uid, group_id, env, item_id, segment, turn_rewards,
+    observations, episode_reward, env_reward, success, end_reason.
     """
-    samples, origins = to_samples(trajectories, allocation)
-    longest = max(map(len, samples), default=0)
-    width = longest if length is None else length
-    if longest > width:
-        raise ValueError(f"a segment has {longest} tokens and a row {width}; raise the length")
-
-    def padded(arrays: Sequence[np.ndarray], fill: int, dtype: Any) -> np.ndarray:
-        rows = np.full((len(arrays), width), fill, dtype)
-        for row, array in zip(rows, arrays, strict=True):
-            row[: len(array)] = array
-        return rows
-
-    def field(name: str, fill: int, dtype: Any) -> np.ndarray:
-        return padded([sample.fields[name] for sample in samples], fill, dtype)
-
-    tensors = {
-        "input_ids": padded([s.input_ids for s in samples], pad_id, np.int32),
-        "attention_mask": padded([np.ones(len(s), bool) for s in samples], 0, np.bool_),
-        "position_ids": padded([np.arange(len(s)) for s in samples], 0, np.int32),
-        "loss_mask": padded([s.loss_mask for s in samples], 0, np.bool_),
-        "turn_ids": field("turn_ids", -1, np.int32),
-        "versions": field("versions", -1, np.int32),
-        "token_level_rewards": field("token_rewards", 0, np.float32),
-        "sampler_log_probs": field("sampler_log_probs", 0, np.float32),
-        **{name: field(name, 0, np.float32) for name in _MORE_FIELDS},
+    for trajectory in trajectories:
+        if not trajectory.segments:
+            raise BatchError(
+                f"episode {trajectory.uid} has no tokens to train on: it was played by a policy "
+                "that produces text, or it has no turns"
+            )
+    rows = [(n, t, i) for n, t in enumerate(trajectories) for i in range(len(t.segments))]
+    segments = [t.segments[i] for _, t, i in rows]
+    pad = functools.partial(padded, width=max(map(len, segments), default=0))
+    arrays = {
+        "input_ids": pad([s.token_ids for s in segments], np.int32, pad_id),
+        "attention_mask": pad([np.ones(len(s), bool) for s in segments], np.bool_),
+        "loss_mask": pad([s.loss_mask for s in segments], np.bool_),
+        "turn_ids": pad([s.turn_ids for s in segments], np.int32, -1),
+        "versions": pad([s.versions for s in segments], np.int32, -1),
+        "sampler_log_probs": pad([s.log_probs for s in segments], np.float32),
+        "episode_ids": np.array([n for n, _, _ in rows], np.int32),
     }
-    rows = [(trajectories[origin.trajectory], origin.segment) for origin in origins]
-    others: dict[str, list[Any]] = {
-        "uid": [t.uid for t, _ in rows],
-        "group_id": [t.group_id for t, _ in rows],
-        "env": [t.task.env for t, _ in rows],
-        "item_id": [t.task.item_id for t, _ in rows],
-        "segment": [segment for _, segment in rows],
-        "turns": [len(t.turns) for t, _ in rows],
-        "valid_actions": [sum(turn.valid for turn in t.turns) for t, _ in rows],
-        "episode_reward": [t.episode_reward for t, _ in rows],
-        "env_reward": [t.env_reward for t, _ in rows],
-        "success": [t.success for t, _ in rows],
-        "end_reason": [t.end_reason for t, _ in rows],
+    for name in TOKEN_COLUMNS:
+        values = [_user_column(name, t, i) for _, t, i in rows]
+        arrays[name] = pad(values, np.result_type(*values) if values else np.float32)
+    host: dict[str, list[Any]] = {
+        "uid": [t.uid for _, t, _ in rows],
+        "group_id": [t.group_id for _, t, _ in rows],
+        "env": [t.task.env for _, t, _ in rows],
+        "item_id": [t.task.item_id for _, t, _ in rows],
+        "segment": [i for _, _, i in rows],
+        "turn_rewards": [t.turn_rewards for _, t, _ in rows],
+        "observations": [t.observations for _, t, _ in rows],
+        "episode_reward": [t.episode_reward for _, t, _ in rows],
+        "env_reward": [t.env_reward for _, t, _ in rows],
+        "success": [t.success for _, t, _ in rows],
+        "end_reason": [t.end_reason for _, t, _ in rows],
     }
-    return DataProto.from_dict(tensors, others)
+    batch = DataProto.from_dict(arrays, host)
+    return batch.union(_token_rewards(batch, allocation))
+
+
+def padded(arrays: Sequence[np.ndarray], dtype: Any, fill: int = 0, *, width: int) -> np.ndarray:
+    """Arrays [T] of different lengths as rows [len(arrays), width]."""
+    rows = np.full((len(arrays), width), fill, dtype)
+    for row, array in zip(rows, arrays, strict=True):
+        row[: len(array)] = array
+    return rows
+
+
+def _user_column(name: str, trajectory: Trajectory, segment: int) -> np.ndarray:
+    values = np.asarray(TOKEN_COLUMNS[name](trajectory, segment))
+    length = len(trajectory.segments[segment])
+    if values.shape != (length,):
+        raise BatchError(
+            f"column {name!r} of episode {trajectory.uid} has shape {values.shape}, but its "
+            f"segment {segment} has {length} tokens"
+        )
+    return values.astype(np.int32 if values.dtype.kind in "iu" else np.float32)
+
+
+def _token_rewards(batch: DataProto, allocation: RewardAllocation) -> DataProto:
+    """The column token_level_rewards, which adds up to each episode's reward."""
+    if not len(batch):
+        return DataProto.from_dict({"token_level_rewards": np.zeros((0, 0), np.float32)})
+    tokens = EpisodeTokens(batch)
+    host = batch.non_tensor_batch
+    turns = host["turn_rewards"][tokens.first_rows]
+    longest = -(-max(len(t) for t in turns) // 8) * 8
+    turn_rewards = np.zeros((tokens.shape[0], longest), np.float32)
+    for row, rewards in enumerate(turns):
+        turn_rewards[row, : len(rewards)] = rewards
+    placed = _allocate(
+        allocation.name,
+        tokens.mask,
+        tokens.gather(np.asarray(batch.batch["turn_ids"])),
+        tokens.per_episode(host["episode_reward"].astype(np.float32)),
+        turn_rewards,
+        allocation.gamma,
+    )
+    return DataProto.from_dict({"token_level_rewards": tokens.scatter(np.asarray(placed))})
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -198,32 +151,7 @@ def _allocate(
     mask: jax.Array,
     turn_ids: jax.Array,
     totals: jax.Array,
-    steps: jax.Array,
+    turn_rewards: jax.Array,
     gamma: float,
 ) -> jax.Array:
-    return allocate(name, mask, turn_ids, totals, steps, jnp.float32(gamma))
-
-
-def _check_tokens(trajectory: Trajectory) -> None:
-    if not trajectory.segments:
-        raise ValueError(
-            f"episode {trajectory.uid} has no tokens to train on: it was played by a policy that "
-            "speaks text, or has no turn"
-        )
-
-
-def _rounded(size: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, size - 1).bit_length()
-
-
-def _by_segment(segments: Sequence[Segment], placed: np.ndarray) -> list[np.ndarray]:
-    """Rewards of agent tokens, [agent tokens of the episode], back at their places."""
-    rewards, start = [], 0
-    for segment in segments:
-        agent_tokens = int(segment.loss_mask.sum())
-        rewarded = np.zeros(len(segment), np.float32)
-        rewarded[segment.loss_mask] = placed[start : start + agent_tokens]
-        rewards.append(rewarded)
-        start += agent_tokens
-    return rewards
+    return allocate(name, mask, turn_ids, totals, turn_rewards, jnp.float32(gamma))

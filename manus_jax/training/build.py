@@ -1,18 +1,17 @@
-"""Settings into a trainer: every part of a run built, checked and connected, in order of cost.
+"""From settings to a trainer: every part of a run is built, checked and connected here.
 
-What can be wrong is found first: names, sizes, files, the mesh. Then come the servers, the warm
-start, the weights, and last the engine. Of several processes the first builds all of this; what the
-others build with it (`following`) is in functions of its own.
+What can be wrong is checked first, in order of cost: names, sizes, files, the mesh. Then come the
+servers, the warm start, the weights, and last the engine. With several processes all of them run
+this; servers, engine and everything else that rollouts need exist on process 0 only.
 """
 
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from envs.traces import conversation_of
 from manus_jax.agentgym.pool import EnvironmentPool
@@ -27,11 +26,11 @@ from manus_jax.config.settings import (
 from manus_jax.data.tasks import Mixture, Task, read_tasks, without
 from manus_jax.evaluation.eval_sets import Panel, listed_tasks, make_panel, split_tasks
 from manus_jax.evaluation.play import evaluate_policy
-from manus_jax.learner.learner import Learner, Reference, Together
+from manus_jax.learner.learner import Learner, Reference
 from manus_jax.learner.mesh import check_batch, make_mesh, param_shardings
-from manus_jax.models import loading as policy_source
+from manus_jax.models import loading
 from manus_jax.models.loading import PolicySource
-from manus_jax.models.transformer import Params, critic_from_policy
+from manus_jax.models.transformer import critic_from_policy, make_compute
 from manus_jax.rewards import RewardSettings
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
 from manus_jax.rollout.llm_player import EngineAgent
@@ -48,23 +47,21 @@ from manus_jax.training.build_rollout import (
     open_servers,
 )
 from manus_jax.training.checkpoints import Checkpoints
-from manus_jax.training.distributed import Preemption, Team, alone, dismissed_at_the_end
+from manus_jax.training.job import Job
 from manus_jax.training.learner_specs import (
     TrainConfig,
-    design_critic,
-    design_policy,
+    critic_spec,
     make_recipe,
     policy_lr,
+    policy_spec,
 )
 from manus_jax.training.metric_sinks import check_sinks
+from manus_jax.training.rollouts import Rollouts
 from manus_jax.training.run_directory import RunDirectory, write_atomically
-from manus_jax.training.stopping import Preempted
 from manus_jax.training.trainer import Trainer
-from manus_jax.weights.host_tensors import spread
+from manus_jax.weights.host_tensors import gather_to_host
 
 _TRACES = "traces.jsonl"
-# Engines that read weights tensor by tensor, through weights/host_tensors.py.
-_PUBLISHING = ("vllm",)
 Sources = list[tuple[str, list[Task], float]]
 
 
@@ -118,12 +115,13 @@ def _yardsticks(train: TrainSettings, panel: Panel, rollout: RolloutSettings) ->
 
 
 def play_traces(
-    config: TrainConfig, directory: RunDirectory, sources: Sources, pool: EnvironmentPool
+    config: TrainConfig, directory: RunDirectory, sources: Sources, pool: EnvironmentPool | None
 ) -> None:
     """Episodes of the training tasks to fine-tune on, as conversations in a file.
 
     The oracle and chance play through the same prompts and formats that the model will meet.
     """
+    assert pool is not None
     settings = config.warm_start
     traces = directory.warm_start / _TRACES
     if traces.exists():
@@ -148,10 +146,10 @@ def play_traces(
     write_atomically(traces, "".join(lines))
 
 
-def warm_start(config: TrainConfig, directory: RunDirectory) -> Path:
-    """Fine-tunes on the traces, all processes together; where the model is that comes of it."""
+def warm_start(config: TrainConfig, directory: RunDirectory, job: Job) -> Path:
+    """Fine-tunes on the traces; returns where the resulting model is."""
     settings = config.warm_start
-    alone = jax.process_count() == 1
+    export = job.count == 1  # with several processes, each reads its shards of the checkpoint
     sft = SftSettings(
         run_dir=str(directory.warm_start),
         total_steps=settings.steps,
@@ -159,7 +157,7 @@ def warm_start(config: TrainConfig, directory: RunDirectory) -> Path:
         seed=config.train.seed,
         save_freq=settings.steps,
         test_freq=settings.steps,
-        export=alone,  # of many, each reads its own shards of the checkpoint
+        export=export,
     )
     optimizer = dataclasses.replace(
         config.optimizer,
@@ -180,19 +178,14 @@ def warm_start(config: TrainConfig, directory: RunDirectory) -> Path:
             sft, data, config.model, config.scratch, optimizer, config.mesh, config.compute
         ),
         repr((sft, data, config.model, config.scratch, optimizer)),
+        job,
     )
-    return directory.warm_start / "export" / str(settings.steps) if alone else directory.warm_start
+    return directory.warm_start / "export" / str(settings.steps) if export else directory.warm_start
 
 
 @contextlib.contextmanager
-def open_trainer(
-    config: TrainConfig, operative_config: str, team: Team | None = None
-) -> Iterator[Trainer]:
-    """A trainer whose servers and engine live as long as the block.
-
-    A `team` is of several processes, this being the first; its end is theirs.
-    """
-    together = alone if team is None else team.together
+def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterator[Trainer]:
+    """A trainer whose servers and engine live as long as the block."""
     train, data = config.train, config.data
     recipe = make_recipe(config.algorithm)
     _check_sizes(config, recipe)
@@ -202,124 +195,84 @@ def open_trainer(
     check_play(config.env, rollout)
     check_engine(config.engine)
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
-    kernel = supervised.make_compute(config.compute, mesh).kernel
+    kernel = make_compute(**dataclasses.asdict(config.compute), mesh=mesh).kernel
     check_batch(data.rows, data.max_length, mesh, kernel.implementation)
     sources, panel = read_task_sources(data, config.env, train.val_tasks)
     mixture = Mixture(sources, train.seed)
     yardsticks = _yardsticks(train, panel, rollout)
     if config.model.path is not None:
-        policy_source.from_path(Path(config.model.path))
-    directory = RunDirectory(train.run_dir, operative_config)
+        loading.from_path(Path(config.model.path))
+    opened = job.on_primary(lambda: RunDirectory(train.run_dir, operative_config))
+    directory = opened or RunDirectory(train.run_dir, "")
 
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(open_servers(config.env))
+        pool = job.on_primary(lambda: stack.enter_context(open_servers(config.env)))
         path = config.model.path
         if config.warm_start.steps:
-            play_traces(config, directory, sources, pool)
-            if team is not None:
-                _make_tokenizer(config, directory)
-            with together(do="warm_start", times=config.warm_start.steps + 1):
-                path = str(warm_start(config, directory))
+            job.on_primary(lambda: play_traces(config, directory, sources, pool))
+            path = str(warm_start(config, directory, job))
         assert path is not None
-        source = policy_source.from_path(Path(path)).keep_card(directory.model)
-        with together(do="build", model=path):
-            learners, reference = build_learners(config, recipe, source, mesh, together)
-            checkpoints = open_checkpoints(config, directory, learners)
+        loaded = loading.from_path(Path(path))
+        source = job.on_primary(lambda: loaded.keep_card(directory.model)) or loaded
+        learners, reference = build_learners(config, recipe, source, mesh)
+        checkpoints = Checkpoints(
+            directory.checkpoints, keep=train.keep_checkpoints, parts=tuple(learners), best=True
+        )
         stack.callback(checkpoints.close)
         policy = learners["policy"]
-        weights = _weights_for(config.engine.name, policy, team)
-        engine = stack.enter_context(
-            open_engine(source, weights(), config.engine, rollout.max_total_tokens)
-        )
-        agent = EngineAgent(engine, source.tokenizer)
-        validation = make_rollout(config.rollout, train.seed, train.val_temperature)
-        policies: dict[str, Agent] = {"val": agent, **yardsticks}
-        with dismissed_at_the_end(together):
-            yield Trainer(
+        params = gather_to_host(policy.state.params, job.primary)
+
+        def open_rollouts() -> Rollouts:
+            assert pool is not None
+            engine = stack.enter_context(
+                open_engine(source, params, config.engine, rollout.max_total_tokens)
+            )
+            agent = EngineAgent(engine, source.tokenizer)
+            validation = make_rollout(config.rollout, train.seed, train.val_temperature)
+            policies: dict[str, Agent] = {"val": agent, **yardsticks}
+            return Rollouts(
                 train=train,
                 algorithm=config.algorithm,
                 recipe=recipe,
                 reward=reward,
-                rollout=rollout,
+                settings=rollout,
                 mixture=mixture,
-                policy=policy,
-                critic=learners.get("critic"),
-                reference=reference,
                 engine=engine,
                 agent=agent,
                 pool=pool,
-                directory=directory,
-                checkpoints=checkpoints,
                 evaluate=lambda name: evaluate_policy(policies[name], pool, panel, validation),
-                lr=policy_lr(config),
-                weights=weights,
-                together=together,
-                preempted=None if team is None else _preempted_anywhere(team, checkpoints),
             )
 
-
-def _make_tokenizer(config: TrainConfig, directory: RunDirectory) -> None:
-    """Of a model from scratch, before anybody asks for it."""
-    if config.scratch is not None:
-        conversations = read_tasks(directory.warm_start / _TRACES, needs="conversation")
-        texts = (m.content for task in conversations for m in task.messages)
-        model = directory.warm_start / "model"
-        policy_source.from_scratch(config.scratch, texts, config.train.seed, model)
-
-
-def _weights_for(engine: str, policy: Learner, team: Team | None) -> Callable[[], Params]:
-    """The policy's weights of the moment, as an engine takes them.
-
-    Of weights that lie on several processes, an engine that publishes them reads one tensor at a
-    time; any other has a model of its own here, and gets it whole.
-    """
-    if team is None:
-        return lambda: policy.state.params
-    tensors = lambda: spread(policy.state.params, team.together)
-    if engine in _PUBLISHING:
-        return tensors
-    return lambda: jax.tree.map(np.asarray, tensors())
-
-
-def _preempted_anywhere(team: Team, checkpoints: Checkpoints) -> Preempted:
-    preemption = Preemption(checkpoints.preempted)
-
-    def preempted(step: int) -> bool:
-        with team.together(do="preempted", step=step):
-            return preemption(step)
-
-    return preempted
+        rollouts = job.on_primary(open_rollouts)
+        yield Trainer(
+            train=train,
+            algorithm=config.algorithm,
+            recipe=recipe,
+            rollouts=rollouts,
+            policy=policy,
+            critic=learners.get("critic"),
+            reference=reference,
+            lr=policy_lr(config),
+            job=job,
+            directory=directory,
+            checkpoints=checkpoints,
+        )
 
 
 def build_learners(
-    config: TrainConfig,
-    recipe: Recipe,
-    source: PolicySource,
-    mesh: jax.sharding.Mesh,
-    together: Together,
+    config: TrainConfig, recipe: Recipe, source: PolicySource, mesh: jax.sharding.Mesh
 ) -> tuple[dict[str, Learner], Reference | None]:
     """The policy, its critic and its reference, as the recipe needs them."""
     arch = source.card.architecture
-    policy_design = design_policy(config, recipe, arch, mesh)
-    params = source.load(param_shardings(policy_design.shapes, mesh))
+    spec = policy_spec(config, recipe, arch, mesh)
+    params = source.load(param_shardings(spec.shapes, mesh))
     reference = None
     if recipe.needs_reference:
         reference = Reference(params, config.algorithm.reference == "host")
     learners = {}
     if recipe.needs_critic:
-        design = design_critic(config, arch, mesh)
-        placed = param_shardings(design.shapes, mesh)
+        value_spec = critic_spec(config, arch, mesh)
+        placed = param_shardings(value_spec.shapes, mesh)
         critic = jax.jit(critic_from_policy, out_shardings=placed)(params)
-        learners["critic"] = Learner(critic, design, mesh, "critic", together)
-    return {
-        "policy": Learner(params, policy_design, mesh, "policy", together),
-        **learners,
-    }, reference
-
-
-def open_checkpoints(
-    config: TrainConfig, directory: RunDirectory, learners: Mapping[str, Learner]
-) -> Checkpoints:
-    return Checkpoints(
-        directory.checkpoints, keep=config.train.keep_checkpoints, parts=tuple(learners), best=True
-    )
+        learners["critic"] = Learner(critic, value_spec, mesh)
+    return {"policy": Learner(params, spec, mesh), **learners}, reference

@@ -1,13 +1,12 @@
-"""What a run's settings make of the learner, before any weight is there: the same for all who ask.
+"""From a run's settings to the specifications of its learners, without any weights.
 
-The trainer builds its policy and critic from these designs, and whoever wants to know what training
-would compile (its memory, its collectives) gets the very same ones.
+Training builds its policy and critic from these, and planning compiles them for other hardware.
 """
 
 import dataclasses
 import typing
-from typing import Any
 
+import optax
 from jax.sharding import Mesh
 
 from manus_jax.algorithms.corrections import get_correction
@@ -29,14 +28,13 @@ from manus_jax.config.settings import (
     WarmStartSettings,
 )
 from manus_jax.learner import objectives
-from manus_jax.learner.learner import Design
+from manus_jax.learner.learner import LearnerSpec
 from manus_jax.learner.mesh import check_batch, check_model
 from manus_jax.learner.optimizer import adamw, learning_rate
-from manus_jax.learner.packing import Layout
+from manus_jax.learner.packing import RowShape
 from manus_jax.models.architecture import Architecture
-from manus_jax.models.transformer import Compute, Critic, Transformer, abstract_model
-from manus_jax.rollout.batch import sample_fields
-from manus_jax.training.supervised import make_compute
+from manus_jax.models.transformer import Compute, Critic, Transformer, abstract_model, make_compute
+from manus_jax.rollout.batch import token_columns
 
 _RECIPE_FIELDS = (
     "gamma",
@@ -98,10 +96,10 @@ def make_recipe(settings: AlgorithmSettings) -> Recipe:
             recipe = dataclasses.replace(recipe, corrections=corrections)
     except ValueError as error:
         raise ConfigError(f"algorithm: {error}") from None
-    if unknown := [name for name in recipe.extra_fields if name not in sample_fields()]:
+    if unknown := [name for name in recipe.extra_fields if name not in token_columns()]:
         raise ConfigError(
-            f"algorithm.recipe: the policy loss {recipe.loss!r} needs the field {unknown[0]!r}; "
-            f"samples have {', '.join(sample_fields())}"
+            f"algorithm.recipe: the policy loss {recipe.loss!r} needs the column {unknown[0]!r}; "
+            f"batches have {', '.join(token_columns())}"
         )
     if recipe.aggregation == "seq-mean-token-sum-norm" and not settings.norm_constant:
         raise ConfigError(
@@ -111,45 +109,58 @@ def make_recipe(settings: AlgorithmSettings) -> Recipe:
     return recipe
 
 
-def policy_lr(config: TrainConfig) -> Any:
-    """The policy's schedule: update -> learning rate."""
+def updates_per_step(config: TrainConfig) -> int:
+    """Optimizer updates in a step that uses all of its tasks."""
+    size = config.algorithm.mini_batch_size or config.train.batch_size
+    return config.algorithm.ppo_epochs * -(-config.train.batch_size // size)
+
+
+def policy_lr(config: TrainConfig) -> optax.Schedule:
+    """The policy's schedule, a function of the number of updates so far."""
     opt = config.optimizer
-    return learning_rate(
-        opt.lr, opt.schedule, opt.warmup_steps, config.train.total_steps, opt.min_lr_ratio
-    )
+    steps = config.train.total_steps - config.algorithm.critic_warmup
+    by_step = learning_rate(opt.lr, opt.schedule, opt.warmup_steps, steps, opt.min_lr_ratio)
+    per_step = updates_per_step(config)
+    if per_step == 1:
+        return by_step
+    return lambda count: by_step(count // per_step)
 
 
-def design_policy(config: TrainConfig, recipe: Recipe, arch: Architecture, mesh: Mesh) -> Design:
-    """The policy in training: the recipe's loss at the temperature that episodes are sampled at."""
+def policy_spec(config: TrainConfig, recipe: Recipe, arch: Architecture, mesh: Mesh) -> LearnerSpec:
+    """The policy: the recipe's loss, at the temperature at which episodes are sampled."""
     graphdef, shapes = abstract_model(Transformer, arch, _compute(config, arch, mesh))
     temperature = config.rollout.temperature or 1.0
-    return Design(
+    return LearnerSpec(
         shapes,
         objectives.policy(
             graphdef, policy_loss(recipe), temperature, with_entropy="entropy" in recipe.loss_fields
         ),
         lambda p, batch: objectives.log_probs_of(graphdef, p, batch, temperature)[0],
         adamw(policy_lr(config), *_adam(config.optimizer)),
-        _layout(config),
+        # The packing provides the mask and the segment ids, the model the entropy.
+        tuple(f for f in recipe.loss_fields if f not in ("mask", "segment_ids", "entropy")),
+        *_rows(config),
+        aggregation=recipe.aggregation,
+        norm_constant=config.algorithm.norm_constant,
     )
 
 
-def design_critic(config: TrainConfig, arch: Architecture, mesh: Mesh) -> Design:
-    """The critic in training."""
+def critic_spec(config: TrainConfig, arch: Architecture, mesh: Mesh) -> LearnerSpec:
     graphdef, shapes = abstract_model(Critic, arch, _compute(config, arch, mesh))
     lr = learning_rate(config.algorithm.critic_lr, "constant", 0, 1, 0.0)
-    return Design(
+    return LearnerSpec(
         shapes,
         objectives.critic(graphdef, config.algorithm.cliprange_value),
         lambda p, batch: objectives.values_of(graphdef, p, batch),
         adamw(lr, *_adam(config.optimizer)),
-        _layout(config),
+        ("values", "returns"),
+        *_rows(config),
     )
 
 
 def _compute(config: TrainConfig, arch: Architecture, mesh: Mesh) -> Compute:
-    """How the model is computed, once it and its rows are known to divide over the mesh."""
-    compute = make_compute(config.compute, mesh)
+    """How the model is computed, after checking that it and its rows divide over the mesh."""
+    compute = make_compute(**dataclasses.asdict(config.compute), mesh=mesh)
     implementation = compute.kernel.implementation
     check_model(arch, mesh, implementation)
     check_batch(config.data.rows, config.data.max_length, mesh, implementation)
@@ -160,8 +171,10 @@ def _adam(opt: OptimizerSettings) -> tuple[float, float, float, float, float]:
     return opt.weight_decay, opt.b1, opt.b2, opt.eps, opt.grad_clip
 
 
-def _layout(config: TrainConfig) -> Layout:
-    train, rollout = config.train, config.rollout
-    segments = 1 if rollout.memory_turns is None else rollout.max_turns
-    sequences = train.batch_size * train.group_size * segments
-    return Layout.for_batch(sequences, config.data.rows, config.data.max_length)
+def _rows(config: TrainConfig) -> tuple[RowShape, int, int]:
+    """The shape of packed rows, and room for one segment per row in an update and in a step."""
+    train, rows = config.train, config.data.rows
+    tasks = min(config.algorithm.mini_batch_size or train.batch_size, train.batch_size)
+    micro_batches = lambda tasks: -(-tasks * train.group_size // rows)
+    shape = RowShape(rows, config.data.max_length)
+    return shape, micro_batches(tasks), micro_batches(train.batch_size)

@@ -1,59 +1,56 @@
-"""Being asked to stop: the step at hand is finished and saved, a second request stops at once.
+"""Stopping on request: the current step is finished and saved; a second request stops at once.
 
-SIGINT is a person at the keyboard, SIGTERM a scheduler that wants the machine back. Both are only
-noted here; the training loop looks between two steps. Where several processes train together, JAX
-notes SIGTERM in their place, because one that only a single host gets concerns them all.
+SIGINT comes from a person at the keyboard, SIGTERM from a scheduler that wants the machine back.
+With a single process both are recorded here, and the loop looks between two steps. With several,
+JAX records SIGTERM on any host and makes all processes stop after the same step.
 """
 
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 
-Preempted = Callable[[int], bool]
-"""Whether, at this step, the processes are to stop because one of their hosts is wanted back."""
+from manus_jax.training.job import Job
 
 
 class StopRequest:
-    """`signal_number` is the first signal that came, None so far."""
+    """`signal_number` is the first signal that arrived; None so far."""
 
-    def __init__(self, preempted: Preempted | None = None) -> None:
+    def __init__(self, job: Job) -> None:
         self.signal_number: int | None = None
-        self._preempted = preempted
+        self._job = job
 
-    def after(self, step: int) -> bool:
-        """Whether to stop after this step; to be asked once a step, and before the first."""
-        if self.signal_number is None and self._preempted is not None and self._preempted(step):
+    def after_step(self) -> bool:
+        """Whether to stop now; asked once before the first step and once after each step."""
+        if self.signal_number is None and self._job.count > 1 and self._job.preempted():
             self.signal_number = signal.SIGTERM
         return self.signal_number is not None
 
     @property
     def exit_code(self) -> int:
-        """128 and the signal's number, as shells say it: 130 or 143."""
+        """128 plus the signal's number, as in shells: 130 or 143."""
         return 128 + (self.signal_number or 0)
 
 
 @contextlib.contextmanager
-def stop_requests(say: str, preempted: Preempted | None = None) -> Iterator[StopRequest]:
-    """Notes signals within the block; `say` is printed at the first one.
+def stop_requests(message: str, job: Job) -> Iterator[StopRequest]:
+    """Records signals within the block; `message` is printed at the first one.
 
-    With `preempted` it is that which knows of SIGTERM. Outside the main thread, where Python
-    delivers no signals, nothing is noted.
+    Outside the main thread, where Python delivers no signals, nothing is recorded.
     """
-    request = StopRequest(preempted)
-    if threading.current_thread() is not threading.main_thread():
+    request = StopRequest(job)
+    if job.count > 1 or threading.current_thread() is not threading.main_thread():
         yield request
         return
 
-    def note(number: int, _: FrameType | None) -> None:
+    def record(number: int, _: FrameType | None) -> None:
         if request.signal_number is not None:
             raise KeyboardInterrupt
         request.signal_number = number
-        print(say, flush=True)
+        print(message, flush=True)
 
-    noted = (signal.SIGINT,) if preempted else (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, note) for number in noted}
+    before = {n: signal.signal(n, record) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield request
     finally:

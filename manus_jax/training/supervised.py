@@ -1,19 +1,16 @@
-"""Supervised fine-tuning on agent trajectories: the learner's first program.
+"""Supervised fine-tuning on agent conversations, with the learner of reinforcement learning.
 
 Conversations become exact tokens through the model's own chat template, with loss on the
-assistant's turns only; each update packs a batch of them. Everything that decides the next update
-is in the checkpoint, so a killed run goes on as if nothing had happened.
+assistant's turns only; each update packs a batch of them. Everything that determines the next
+update is in the checkpoint, so a killed run continues as if nothing had happened.
 """
 
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import jax
-import numpy as np
 
 from manus_jax.config.settings import (
     ComputeSettings,
@@ -24,28 +21,31 @@ from manus_jax.config.settings import (
     ScratchSettings,
     SftSettings,
 )
-from manus_jax.data.chat import ChatStream, ConversationError
-from manus_jax.data.tasks import DatasetError, Mixture, Task, read_tasks, without
+from manus_jax.data.chat import ChatStream, EncodedConversation
+from manus_jax.data.tasks import Mixture
+from manus_jax.data_proto import DataProto
+from manus_jax.errors import Stopped
 from manus_jax.learner import objectives
+from manus_jax.learner.learner import Learner, LearnerSpec
 from manus_jax.learner.mesh import check_batch, check_model, make_mesh, param_shardings
 from manus_jax.learner.optimizer import adamw, learning_rate
-from manus_jax.learner.packing import Layout, Packed, PackingError, Sample, fit, pack
-from manus_jax.learner.packing import with_loss_weights as weigh
-from manus_jax.learner.update import (
-    TrainState,
-    init_state,
-    make_evaluate,
-    make_update,
-    put_batch,
-    state_shardings,
-)
-from manus_jax.models import huggingface
-from manus_jax.models import loading as policy_source
-from manus_jax.models.attention import AttentionKernel, pick_implementation
-from manus_jax.models.transformer import Compute, Transformer, abstract_model
-from manus_jax.training.checkpoints import Checkpoints, abstract_state
+from manus_jax.learner.packing import PackingError, RowShape
+from manus_jax.models import huggingface, loading
+from manus_jax.models.loading import PolicySource
+from manus_jax.models.transformer import Transformer, abstract_model, make_compute
+from manus_jax.training.checkpoints import Checkpoints
+from manus_jax.training.job import Job
 from manus_jax.training.progress import ProgressLine
 from manus_jax.training.run_directory import RunDirectory
+from manus_jax.training.sft_data import (
+    Encoder,
+    conversation_batch,
+    fit,
+    read_conversations,
+    unigram_entropy,
+)
+from manus_jax.training.stopping import stop_requests
+from manus_jax.weights.host_tensors import gather_to_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,147 +59,80 @@ class SftConfig:
     compute: ComputeSettings
 
 
-class Encoder:
-    """Tasks to samples, each conversation tokenized once."""
-
-    def __init__(self, stream: ChatStream):
-        self._stream = stream
-        self._cache: dict[int, Sample] = {}
-
-    def __call__(self, task: Task) -> Sample:
-        key = id(task)
-        if key not in self._cache:
-            encoded = self._stream.encode(task.messages, task.item_id)
-            ends = tuple(end + 1 for end in encoded.turn_ends)
-            self._cache[key] = Sample(encoded.input_ids, encoded.loss_mask, turn_ends=ends)
-        return self._cache[key]
-
-
-def read_conversations(
-    data: DataSettings,
-) -> tuple[list[tuple[str, list[Task], float]], list[Task]]:
-    """Weighted train sources, less what is held out, and the held-out conversations."""
-    if not data.train_files:
-        raise DatasetError("data.train_files names no file of conversations to learn from")
-    held_out = read_tasks(data.val_files, needs="conversation") if data.val_files else []
-    sources = []
-    for index, path in enumerate(data.train_files):
-        tasks = without(read_tasks(path, needs="conversation"), held_out)
-        weight = data.train_weights[index] if data.train_weights else float(max(1, len(tasks)))
-        # Not the folder: the order of the data must not depend on where it lies.
-        sources.append((f"{index}:{Path(path).name}", tasks, weight))
-    for task in (t for tasks in (*(s[1] for s in sources), held_out) for t in tasks):
-        if not any(m.train for m in task.messages):
-            raise ConversationError(f"{task.item_id} has no assistant turn to train on")
-    return sources, held_out
-
-
-def make_compute(settings: ComputeSettings, mesh: jax.sharding.Mesh) -> Compute:
-    """The compute options for this mesh; attention "auto" follows its platform."""
-    platform = mesh.devices.flat[0].platform
-    name = settings.attention if settings.attention != "auto" else pick_implementation(platform)
-    return Compute(settings.dtype, settings.remat, AttentionKernel(name, mesh))
-
-
-def pack_batch(
-    samples: Sequence[Sample], data: DataSettings, layout: Layout
-) -> tuple[Packed, dict]:
-    """One update's batch, with the counts of what was cut or dropped."""
-    kept, counts = fit(samples, data.max_length, data.overlong)
-    if not kept:
-        raise PackingError(
-            f"all {len(samples)} conversations of a batch are longer than data.max_length = "
-            f"{data.max_length}; raise it, or choose data.overlong = 'cut'"
-        )
-    packed = pack(weigh(kept, "token-mean"), layout)
-    return packed, {**counts, **packed.metrics()}
-
-
-def unigram_entropy(samples: Sequence[Sample]) -> float:
-    """Entropy in nats of the trained tokens' own frequencies: what a model without context pays."""
-    tokens = np.concatenate([s.input_ids[s.loss_mask] for s in samples])
-    p = np.bincount(tokens) / len(tokens)
-    p = p[p > 0]
-    return float(-(p * np.log(p)).sum())
-
-
-def run(config: SftConfig, operative_config: str) -> dict[str, float]:
+def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
     """Trains to `sft.total_steps`, from the newest checkpoint if there is one; final metrics."""
     sft, data = config.sft, config.data
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
-    compute = make_compute(config.compute, mesh)
-    check_batch(data.rows, data.max_length, mesh, compute.kernel.implementation)
+    compute = make_compute(**dataclasses.asdict(config.compute), mesh=mesh)
+    kernel = compute.kernel.implementation
+    check_batch(data.rows, data.max_length, mesh, kernel)
     sources, held_out = read_conversations(data)
-    source = policy_source.from_path(Path(config.model.path)) if config.model.path else None
-    directory = RunDirectory(sft.run_dir, operative_config)
+    source = loading.from_path(Path(config.model.path)) if config.model.path else None
+    opened = job.on_primary(lambda: RunDirectory(sft.run_dir, operative_config))
+    directory = opened or RunDirectory(sft.run_dir, "")
     if source is None:
-        assert config.scratch is not None
         texts = (m.content for _, tasks, _ in sources for t in tasks for m in t.messages)
-        source = policy_source.from_scratch(config.scratch, texts, sft.seed, directory.model)
-    source = source.keep_card(directory.model)
-
-    check_model(source.card.architecture, mesh, compute.kernel.implementation)
-    graphdef, shapes = abstract_model(Transformer, source.card.architecture, compute)
+        source = _from_scratch(config, texts, directory, job)
+    source = job.on_primary(lambda s=source: s.keep_card(directory.model)) or source  # type: ignore[misc]
+    card = source.card
+    check_model(card.architecture, mesh, kernel)
+    graphdef, shapes = abstract_model(Transformer, card.architecture, compute)
     opt = config.optimizer
     lr = learning_rate(opt.lr, opt.schedule, opt.warmup_steps, sft.total_steps, opt.min_lr_ratio)
-    optimizer = adamw(lr, opt.weight_decay, opt.b1, opt.b2, opt.eps, opt.grad_clip)
-    objective = objectives.supervised(graphdef)
-    update = make_update(objective, optimizer, mesh, shapes)
-    evaluate = make_evaluate(objective, mesh, shapes)
-
+    micro_batches = -(-sft.batch_size // data.rows)
+    spec = LearnerSpec(
+        shapes,
+        objectives.supervised(graphdef),
+        lambda p, batch: objectives.log_probs_of(graphdef, p, batch)[0],
+        adamw(lr, opt.weight_decay, opt.b1, opt.b2, opt.eps, opt.grad_clip),
+        (),
+        RowShape(data.rows, data.max_length),
+        micro_batches,
+        micro_batches,
+    )
+    learner = Learner(source.load(param_shardings(shapes, mesh)), spec, mesh)
     mixture = Mixture(sources, sft.seed)
     checkpoints = Checkpoints(directory.checkpoints, keep=sft.keep_checkpoints)
     start = checkpoints.latest() or 0
     if start:
-        shardings = state_shardings(shapes, optimizer, mesh)
-        opt_shapes = jax.eval_shape(optimizer.init, shapes)
-        counter = jax.ShapeDtypeStruct((), np.int32)
-        target = abstract_state(TrainState(shapes, opt_shapes, counter, counter), shardings)
-        states, host = checkpoints.restore(start, {"policy": target})
-        state = states["policy"]
+        states, host = checkpoints.restore(start, {"policy": learner.abstract_state()})
+        learner.state = states["policy"]
         mixture.restore(host["mixture"])
-    else:
-        state = init_state(source.load(param_shardings(shapes, mesh)), optimizer, mesh)
     directory.forget_metrics_after(start or -1)
 
     encode = Encoder(ChatStream(source.tokenizer))
-    layout = Layout.for_batch(sft.batch_size, data.rows, data.max_length)
-    val_samples = fit([encode(t) for t in held_out], data.max_length, data.overlong)[0]
-    val_batches = [
-        pack(weigh(chunk, "token-mean"), layout) for chunk in _chunks(val_samples, sft.batch_size)
-    ]
+    held_out_kept = fit([encode(t) for t in held_out], data.max_length, data.overlong)[0]
+    validate = _validation(learner, held_out_kept, sft.batch_size, data.max_length)
 
-    def validate(params: Any) -> dict[str, float]:
-        sums = [jax.device_get(evaluate(params, *put_batch(b, mesh))) for b in val_batches]
-        total = {k: sum(float(s[k]) for s in sums) for k in sums[0]}
-        loss = total["nll"] / total[objectives.TOKENS]
-        return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0))}
+    def next_batch() -> tuple[DataProto, dict[str, float], dict[str, Any]]:
+        """The next batch, its counts, and the cursor behind it."""
+        conversations = [encode(t) for t in mixture.next_batch(sft.batch_size)]
+        batch, counts = _fitted_batch(conversations, data)
+        return batch, counts, mixture.state()
 
-    def next_packed() -> tuple[Packed, dict[str, float], dict[str, Any]]:
-        """The next batch and the cursor behind it."""
-        samples = [encode(t) for t in mixture.next_batch(sft.batch_size)]
-        return *pack_batch(samples, data, layout), mixture.state()
-
-    unigram = {"val/unigram_entropy": unigram_entropy(val_samples)} if val_samples else {}
+    unigram = {"val/unigram_entropy": unigram_entropy(held_out_kept)} if held_out_kept else {}
     last: dict[str, float] = dict(unigram)
-    with ProgressLine("sft", sft.total_steps, start) as line:
+    with (
+        stop_requests("stopping after this update; once more stops at once", job) as stop,
+        ProgressLine("sft", sft.total_steps, start) as line,
+    ):
         line.say(
-            f"{source.card.architecture.num_params:,} parameters, {len(held_out)} held-out and "
+            f"{card.architecture.num_params:,} parameters, {len(held_out)} held-out and "
             f"{sum(len(t) for _, t, _ in sources)} train conversations, run {directory.path}"
             + (f", resumed at step {start}" if start else "")
         )
-        if val_batches and start == 0:
-            last |= validate(state.params)
+        if held_out_kept and start == 0:
+            last |= validate()
             directory.append_metrics({"step": 0, **last})
-        upcoming = next_packed() if start < sft.total_steps else None
+        upcoming = next_batch() if start < sft.total_steps else None
         for step in range(start + 1, sft.total_steps + 1):
             began = time.monotonic()
             assert upcoming is not None
-            packed, packing_metrics, cursor = upcoming
-            state, sums = update(state, *put_batch(packed, mesh))
+            batch, counts, cursor = upcoming
+            finish = learner.start_update(batch)
             # The next batch is tokenized and packed while the device works.
-            upcoming = next_packed() if step < sft.total_steps else None
-            means = objectives.token_means(sums)
+            upcoming = next_batch() if step < sft.total_steps else None
+            means = finish()
             seconds = time.monotonic() - began
             metrics = {
                 "train/loss": means["nll"],
@@ -208,25 +141,65 @@ def run(config: SftConfig, operative_config: str) -> dict[str, float]:
                 "train/tokens": means[objectives.TOKENS],
                 "train/lr": float(lr(step - 1)),
                 "timing_s/step": seconds,
-                "perf/tokens_per_s": packing_metrics["packing/tokens"] / seconds,
-                **packing_metrics,
+                "perf/tokens_per_s": means["packing/tokens"] / seconds,
+                **counts,
+                **{name: value for name, value in means.items() if name.startswith("packing/")},
             }
-            if val_batches and (step % sft.test_freq == 0 or step == sft.total_steps):
-                metrics |= validate(state.params) | unigram
+            if held_out_kept and (step % sft.test_freq == 0 or step == sft.total_steps):
+                metrics |= validate() | unigram
             directory.append_metrics({"step": step, **metrics})
             last |= metrics
-            if step % sft.save_freq == 0 or step == sft.total_steps:
-                checkpoints.save(step, {"policy": state}, {"mixture": cursor})
+            stopping = stop.after_step()
+            if step % sft.save_freq == 0 or step == sft.total_steps or stopping:
+                checkpoints.save(step, {"policy": learner.state}, {"mixture": cursor})
             shown = {"loss": last["train/loss"], "tokens/s": last["perf/tokens_per_s"]}
             if "val/loss" in last:
                 shown["val loss"] = last["val/loss"]
             line.update(step, shown)
+            if stopping and step < sft.total_steps:
+                checkpoints.close()
+                raise Stopped.after(step, sft.total_steps, stop.exit_code)
     checkpoints.close()
-    if sft.export and not directory.export(sft.total_steps).exists():
-        directory.export(sft.total_steps).parent.mkdir(exist_ok=True)
-        huggingface.save_hf(state.params, source.card, directory.export(sft.total_steps))
+    export = directory.export(sft.total_steps)
+    if sft.export and not export.exists():
+        params = gather_to_host(learner.state.params, job.primary)
+        job.on_primary(lambda: huggingface.save_hf(params, card, export))
     return last
 
 
-def _chunks(items: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
-    return (items[i : i + size] for i in range(0, len(items), size))
+def _from_scratch(config: SftConfig, texts: Any, directory: RunDirectory, job: Job) -> PolicySource:
+    """A new model; process 0 trains the tokenizer, the others read it."""
+    scratch = config.scratch
+    assert scratch is not None
+    make = lambda: loading.from_scratch(scratch, texts, config.sft.seed, directory.model)
+    return job.on_primary(make) or make()
+
+
+def _fitted_batch(
+    conversations: Sequence[EncodedConversation], data: DataSettings
+) -> tuple[DataProto, dict[str, float]]:
+    """The batch of an update, and how many conversations were cut or dropped."""
+    kept, counts = fit(conversations, data.max_length, data.overlong)
+    if not kept:
+        raise PackingError(
+            f"all {len(conversations)} conversations of a batch are longer than data.max_length = "
+            f"{data.max_length}; raise it, or choose data.overlong = 'cut'"
+        )
+    return conversation_batch(kept, data.max_length), counts
+
+
+def _validation(
+    learner: Learner, held_out: Sequence[EncodedConversation], size: int, length: int
+) -> Callable[[], dict[str, float]]:
+    """A function that returns the loss of the learner on the held-out conversations."""
+    batches = [
+        conversation_batch(held_out[i : i + size], length) for i in range(0, len(held_out), size)
+    ]
+
+    def validate() -> dict[str, float]:
+        sums = [learner.evaluate(batch) for batch in batches]
+        total = {name: sum(s[name] for s in sums) for name in sums[0]}
+        loss = total["nll"] / total[objectives.TOKENS]
+        return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0))}
+
+    return validate

@@ -1,15 +1,13 @@
-"""A learner's sharded parameters as Hugging Face tensors on the host, one at a time.
+"""A learner's sharded parameters as tensors on the host, with Hugging Face names.
 
-Each tensor is put together from the slices that the devices hold, already in the type in which it
-is published, so nothing is gathered on a device and the host holds one tensor. Where a tensor's
-slices lie on several hosts, that tensor alone is gathered; then all processes must call in step.
-`SpreadTensor`s see to that where one process leads: whoever reads one makes the others take part.
+With a single process each tensor is assembled from the slices that the devices hold, already in
+the type in which it is published, so nothing is gathered on a device and the host holds one tensor
+at a time. With several processes `gather_to_host` collects the parameters on process 0 first.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -33,7 +31,7 @@ class Source:
 
 
 def tensor_sources(card: ModelCard) -> dict[str, Source]:
-    """Every tensor of the model by Hugging Face name; a tied head is no tensor of its own."""
+    """Every tensor of the model by Hugging Face name; a tied head is not a tensor of its own."""
     return {
         name: Source(path, layer, TensorSpec(card.tensor_types[name], tuple(shape)))
         for name, path, layer, shape in tensor_map(card.architecture)
@@ -42,72 +40,45 @@ def tensor_sources(card: ModelCard) -> dict[str, Source]:
 
 def host_bytes(params: Any, source: Source) -> np.ndarray:
     """The bytes of a tensor, `[bytes]`, contiguous."""
-    array = _at(params, source.path)
+    array: Any = params
+    for key in source.path:
+        array = array[key]
     dtype = _DTYPES[source.spec.dtype]
-    if isinstance(array, SpreadTensor):
-        tensor = array.read(source.layer, np.dtype(dtype))
-    elif array.is_fully_addressable:
+    if isinstance(array, np.ndarray):
+        tensor = (array if source.layer is None else array[source.layer]).astype(dtype, copy=False)
+    else:
         tensor = np.empty(source.spec.shape, dtype)
         for where, piece in _pieces(array, source.layer):
             tensor[where] = np.asarray(_cast(piece, dtype))
-    else:
-        tensor = gathered(params, source.path, source.layer, np.dtype(dtype))
     return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
 
 
-def gathered(params: Any, path: tuple[str, ...], layer: int | None, dtype: np.dtype) -> np.ndarray:
-    """A parameter, or one layer of a stack, whole; all processes call in step."""
-    array = _at(params, path)
-    gather = _gathered(array.sharding.mesh, dtype, layer is not None)
-    return np.asarray(gather(array, layer or 0))
+def gather_to_host(params: Any, keep: bool) -> Any:
+    """The parameters as NumPy arrays where `keep`; with a single process, unchanged.
 
-
-@dataclasses.dataclass(frozen=True)
-class SpreadTensor:
-    """A parameter whose slices lie on several processes; reading it gathers it, a layer at a time.
-
-    `read(layer, dtype)` must be called on one process only, which brings the others to take part.
+    With several processes all of them call this. Stacked layers are gathered one at a time, so a
+    device holds at most one whole layer.
     """
+    if jax.process_count() == 1:
+        return params
 
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    stacked: bool
-    read: Callable[[int | None, np.dtype], np.ndarray]
+    def gather(path: tuple[Any, ...], array: jax.Array) -> np.ndarray | None:
+        if not any(key.key == "layers" for key in path):
+            whole = np.asarray(_replicate(_mesh(array), False)(array, 0))
+            return whole if keep else None
+        result = np.empty(array.shape, array.dtype) if keep else None
+        for layer in range(array.shape[0]):
+            piece = np.asarray(_replicate(_mesh(array), True)(array, layer))
+            if result is not None:
+                result[layer] = piece
+        return result
 
-    def __getitem__(self, layer: int) -> np.ndarray:
-        return self.read(layer, self.dtype)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        if not self.stacked:
-            return self.read(None, np.dtype(dtype or self.dtype))
-        whole = np.empty(self.shape, dtype or self.dtype)
-        for layer in range(self.shape[0]):
-            whole[layer] = self.read(layer, whole.dtype)
-        return whole
-
-
-def spread(params: Any, together: Callable[..., AbstractContextManager[None]]) -> Any:
-    """The parameters as `SpreadTensor`s, to be read within `together(do="gather", …)`.
-
-    The other processes hear path, layer and dtype, and call `gathered` with these.
-    """
-
-    def tensor(key_path: tuple[Any, ...], array: jax.Array) -> SpreadTensor:
-        path = tuple(key.key for key in key_path)
-
-        def read(layer: int | None, dtype: np.dtype) -> np.ndarray:
-            with together(do="gather", path=path, layer=layer, dtype=dtype.name):
-                return gathered(params, path, layer, dtype)
-
-        return SpreadTensor(array.shape, np.dtype(array.dtype), "layers" in path, read)
-
-    return jax.tree_util.tree_map_with_path(tensor, params)
+    return jax.tree_util.tree_map_with_path(gather, params)
 
 
-def _at(tree: Any, path: tuple[str, ...]) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree
+def _mesh(array: jax.Array) -> Any:
+    assert isinstance(array.sharding, NamedSharding)
+    return array.sharding.mesh
 
 
 def _pieces(array: jax.Array, layer: int | None) -> Iterator[tuple[Any, jax.Array]]:
@@ -133,8 +104,8 @@ def _layer_of(stack: jax.Array, layer: int) -> jax.Array:
 
 
 @functools.cache
-def _gathered(mesh: jax.sharding.Mesh, dtype: Any, stacked: bool) -> Any:
-    def gather(array: jax.Array, layer: int) -> jax.Array:
-        return (_layer_of(array, layer) if stacked else array).astype(dtype)
+def _replicate(mesh: jax.sharding.Mesh, stacked: bool) -> Any:
+    def replicate(array: jax.Array, layer: int) -> jax.Array:
+        return _layer_of(array, layer) if stacked else array
 
-    return jax.jit(gather, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return jax.jit(replicate, out_shardings=NamedSharding(mesh, PartitionSpec()))

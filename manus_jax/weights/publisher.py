@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from manus_jax.models.huggingface import ModelCard
@@ -73,25 +72,16 @@ class Publisher:
         self._sources = tensor_sources(card)
         self._specs = {name: source.spec for name, source in self._sources.items()}
         self._snapshot_every = snapshot_every
-        self._writes = jax.process_index() == 0
         self._since_snapshot = 0
         self._started = False
-        if self._writes:
-            with _disk_errors(self.root):
-                self.root.mkdir(parents=True, exist_ok=True)
-                for left in self.root.glob(".*.tmp-*"):
-                    shutil.rmtree(left)
-            self._last = Mirror(scratch)
+        with _disk_errors(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            for left in self.root.glob(".*.tmp-*"):
+                shutil.rmtree(left)
+        self._last = Mirror(scratch)
 
-    def publish(self, params: Any, version: int) -> Published | None:
-        """Makes the parameters version `version`, whole or not at all.
-
-        In a run of several processes all of them call this, and all but the first get None.
-        """
-        if not self._writes:
-            for source in self._sources.values():
-                host_bytes(params, source)
-            return None
+    def publish(self, params: Any, version: int) -> Published:
+        """Makes the parameters version `version`, whole or not at all."""
         if not self._started:
             self._go_on_from_disk(version)
             self._started = True
@@ -114,8 +104,7 @@ class Publisher:
         return published
 
     def close(self) -> None:
-        if self._writes:
-            self._last.close()
+        self._last.close()
 
     def _go_on_from_disk(self, version: int) -> None:
         """A publisher that is started again goes on with deltas, unless the run went back."""

@@ -15,7 +15,7 @@ from manus_jax.learner.mesh import make_mesh
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import pick_implementation
 from manus_jax.planning.compiling import CRITIC_FIELDS, lower_update, policy_fields
-from manus_jax.training.learner_specs import design_critic, design_policy, make_recipe
+from manus_jax.training.learner_specs import critic_spec, make_recipe, policy_spec
 
 ROOT = Path(__file__).parents[2]
 # Like Qwen2.5-7B: seven query heads of 128 for each key-value head, with biases.
@@ -61,7 +61,7 @@ def test_the_policy_update_takes_the_gpus_kernel_forward_and_backward(name, devi
     sizes = {**dataclasses.asdict(config.mesh), "slices": 1}  # machines are not to be seen here
     mesh = make_mesh(**sizes, devices=jax.devices()[:devices])
     recipe = make_recipe(config.algorithm)
-    design = design_policy(config, recipe, ARCH, mesh)
+    design = policy_spec(config, recipe, ARCH, mesh)
     assert kernels(design, mesh, policy_fields(recipe)) >= 3
 
 
@@ -70,6 +70,6 @@ def test_the_update_of_the_critic_does_too(monkeypatch):
     mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=jax.devices()[:4])
     recipe = make_recipe(config.algorithm)
     assert recipe.needs_critic
-    policy = design_policy(config, recipe, ARCH, mesh)
+    policy = policy_spec(config, recipe, ARCH, mesh)
     assert kernels(policy, mesh, policy_fields(recipe)) >= 3
-    assert kernels(design_critic(config, ARCH, mesh), mesh, CRITIC_FIELDS) >= 3
+    assert kernels(critic_spec(config, ARCH, mesh), mesh, CRITIC_FIELDS) >= 3

@@ -20,7 +20,7 @@ from manus_jax.config.settings import (
 )
 from manus_jax.learner.mesh import MeshError, make_mesh
 from manus_jax.models.architecture import Architecture
-from manus_jax.training.learner_specs import TrainConfig, design_critic, design_policy, make_recipe
+from manus_jax.training.learner_specs import TrainConfig, critic_spec, make_recipe, policy_spec
 
 QWEN_7B = Architecture("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, qkv_bias=True)
 
@@ -58,9 +58,9 @@ def test_what_does_not_divide_is_refused_for_policy_and_critic(settings, message
     mesh = make_mesh(**dataclasses.asdict(settings.mesh))
     before = len(jax.live_arrays())
     with pytest.raises(MeshError, match=message):
-        design_policy(settings, make_recipe(settings.algorithm), QWEN_7B, mesh)
+        policy_spec(settings, make_recipe(settings.algorithm), QWEN_7B, mesh)
     with pytest.raises(MeshError, match=message):
-        design_critic(settings, QWEN_7B, mesh)
+        critic_spec(settings, QWEN_7B, mesh)
     assert len(jax.live_arrays()) == before
 
 
@@ -68,6 +68,6 @@ def test_a_learner_that_fits_is_designed_without_an_array():
     settings = config(fsdp=-1, tensor=2, sequence=2)
     mesh = make_mesh(**dataclasses.asdict(settings.mesh))
     before = len(jax.live_arrays())
-    design = design_policy(settings, make_recipe(settings.algorithm), QWEN_7B, mesh)
+    design = policy_spec(settings, make_recipe(settings.algorithm), QWEN_7B, mesh)
     assert design.shapes["backbone"]["embed"].shape == (152064, 3584)
     assert len(jax.live_arrays()) == before

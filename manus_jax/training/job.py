@@ -1,0 +1,203 @@
+"""The processes of a training job: how they find each other, share results, and end together.
+
+Every process runs the same program. Process 0 additionally owns the rollouts: what it plays or
+decides reaches the others through `from_primary`, which is one host barrier followed by one
+broadcast, so no device waits while episodes are played. An error on process 0 takes the same way.
+When a process dies, JAX's coordination service ends the others after `distributed.heartbeat_s` with
+a message that names it.
+"""
+
+import contextlib
+import glob
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from orbax.checkpoint import multihost
+
+from manus_jax.config.binding import ConfigError
+from manus_jax.config.settings import DistributedSettings
+from manus_jax.data_proto import DataProto
+from manus_jax.errors import Stopped, exit_code, report_error
+from manus_jax.learner.processes import barrier
+
+T = TypeVar("T")
+_EXIT_BARRIER_S = 20.0
+
+
+class Job:
+    """This process as one of `count`; the default is a single process."""
+
+    def __init__(self, index: int = 0, count: int = 1, timeout_s: float = 7200.0) -> None:
+        self.index, self.count = index, count
+        self._timeout_s = timeout_s
+        self._preemption_checks = 0
+
+    @property
+    def primary(self) -> bool:
+        return self.index == 0
+
+    def from_primary(self, make: Callable[[], DataProto]) -> DataProto:
+        """Process 0 calls `make`; every process returns its result, or raises its error."""
+        if self.count == 1:
+            return make()
+        if not self.primary:
+            return self._receive()
+        try:
+            result = make()
+        except BaseException as error:
+            text = " ".join(str(error).split()) or type(error).__name__
+            failure = {"error": f"process 0: {text[:1000]}", "code": exit_code(error)}
+            self._broadcast(DataProto.empty(failure).to_bytes())
+            raise
+        self._broadcast(result.to_bytes())
+        return result
+
+    def on_primary(self, run: Callable[[], T]) -> T | None:
+        """Process 0 calls `run` while the others wait; its result stays there (None elsewhere)."""
+        results: list[T] = []
+
+        def make() -> DataProto:
+            results.append(run())
+            return DataProto.empty()
+
+        self.from_primary(make)
+        return results[0] if results else None
+
+    def preempted(self) -> bool:
+        """Whether the job must stop because one of its hosts received SIGTERM.
+
+        All processes ask at the same points of the program and get the same answer.
+        """
+        self._preemption_checks += 1
+        return multihost.reached_preemption(self._preemption_checks)
+
+    def _receive(self) -> DataProto:
+        message = DataProto.from_bytes(self._broadcast(b""))
+        if "error" in message.meta_info:
+            raise Stopped(f"error: {message.meta_info['error']}", message.meta_info["code"])
+        return message
+
+    def _broadcast(self, data: bytes) -> bytes:
+        """Process 0's bytes on every process."""
+        try:
+            barrier(self._timeout_s)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            raise Stopped(
+                f"error: process {self.index} waited {self._timeout_s:g} s "
+                f"(distributed.timeout_s) for the others: {' '.join(str(error).split())[:500]}",
+                1,
+            ) from None
+        size = int(multihost_utils.broadcast_one_to_all(np.array(len(data), np.int32)))
+        # Few sizes, so that few broadcasts are compiled.
+        buffer = np.zeros(1 << max(10, (size - 1).bit_length()), np.uint8)
+        buffer[: len(data)] = np.frombuffer(data, np.uint8)
+        return np.asarray(multihost_utils.broadcast_one_to_all(buffer))[:size].tobytes()
+
+
+@contextlib.contextmanager
+def joined(settings: DistributedSettings) -> Iterator[Job]:
+    """This process as part of its job for the duration of the block.
+
+    An exception ends all processes: those that raise it too exit together; the others are ended by
+    JAX's coordination service.
+    """
+    if not connect(settings):
+        yield Job()
+        return
+    job = Job(jax.process_index(), jax.process_count(), settings.timeout_s)
+    # JAX records SIGTERM and tells all processes; Ctrl-C on any host takes the same way.
+    signal.signal(signal.SIGINT, _as_sigterm)
+    try:
+        yield job
+        barrier(settings.timeout_s)
+    except BaseException as error:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            # Another process probably died; JAX needs this long to find out which, and exits here.
+            time.sleep(settings.heartbeat_s + 5)
+        _exit_together(error)
+        raise
+    jax.distributed.shutdown()
+
+
+def _exit_together(error: BaseException) -> None:
+    """Returns if all processes are about to exit; otherwise exits at once, so that they notice."""
+    try:
+        barrier(_EXIT_BARRIER_S)
+    except jax.errors.JaxRuntimeError:
+        code = report_error(error)
+        sys.stdout.flush()
+        os._exit(code)
+    jax.distributed.shutdown()
+
+
+def _as_sigterm(number: int, _: FrameType | None) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def cluster_found(environment: Mapping[str, str], tpu: bool) -> str | None:
+    """What says that this process is one of several, or None.
+
+    `tpu` is whether this machine has TPU chips, whose runtime knows the hosts of its pod.
+    """
+    several = lambda name: int(environment.get(name) or 1) > 1
+    if environment.get("JAX_COORDINATOR_ADDRESS"):
+        return "JAX_COORDINATOR_ADDRESS"
+    if several("SLURM_NTASKS") and "SLURM_STEP_NODELIST" in environment:
+        return "SLURM_NTASKS"
+    if several("OMPI_COMM_WORLD_SIZE"):
+        return "OMPI_COMM_WORLD_SIZE"
+    if tpu and "tpu" in (environment.get("JAX_PLATFORMS") or "tpu"):
+        return "TPU"
+    if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
+        return "JOB_COMPLETION_INDEX"
+    return None
+
+
+def _has_tpu() -> bool:
+    chips = glob.glob("/dev/accel[0-9]*") + glob.glob("/dev/vfio/[0-9]*")
+    return bool(chips) and importlib.util.find_spec("libtpu") is not None
+
+
+def connect(settings: DistributedSettings) -> bool:
+    """Connects this process to the others, before JAX is used; False if there are none."""
+    given = (settings.coordinator, settings.processes, settings.process_id)
+    found = cluster_found(os.environ, _has_tpu())
+    wanted = settings.mode == "on" or any(value is not None for value in given) or found
+    if settings.mode == "off" or not wanted:
+        return False
+    # How processes on CPU exchange data; no other platform reads it.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            settings.coordinator,
+            _given(settings.processes, "JAX_NUM_PROCESSES"),
+            _given(settings.process_id, "JAX_PROCESS_ID"),
+            initialization_timeout=int(settings.connect_s),
+            heartbeat_timeout_seconds=int(settings.heartbeat_s),
+            shutdown_timeout_seconds=int(settings.heartbeat_s),
+        )
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"distributed: this process cannot join the others ({found or 'as set'}): "
+            f"{' '.join(str(error).split())[:300]}. Set distributed.coordinator = 'host:port', "
+            "distributed.processes and distributed.process_id, or distributed.mode = 'off'"
+        ) from None
+    return jax.process_count() > 1
+
+
+def _given(setting: int | None, variable: str) -> int | None:
+    """A setting, or the environment's value; None leaves it to JAX."""
+    if setting is None and variable in os.environ:
+        return int(os.environ[variable])
+    return setting

@@ -1,0 +1,98 @@
+"""Conversations as batches for supervised fine-tuning: exact tokens, loss on assistant turns."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from manus_jax.config.settings import DataSettings
+from manus_jax.data.chat import ChatStream, ConversationError, EncodedConversation
+from manus_jax.data.tasks import DatasetError, Task, read_tasks, without
+from manus_jax.data_proto import DataProto
+from manus_jax.learner.packing import PackingError, add_packing
+from manus_jax.rollout.batch import padded
+
+
+class Encoder:
+    """Tasks to token sequences; each conversation is tokenized once."""
+
+    def __init__(self, stream: ChatStream):
+        self._stream = stream
+        self._cache: dict[int, EncodedConversation] = {}
+
+    def __call__(self, task: Task) -> EncodedConversation:
+        key = id(task)
+        if key not in self._cache:
+            self._cache[key] = self._stream.encode(task.messages, task.item_id)
+        return self._cache[key]
+
+
+def read_conversations(
+    data: DataSettings,
+) -> tuple[list[tuple[str, list[Task], float]], list[Task]]:
+    """Weighted training sources without the held-out conversations, and these."""
+    if not data.train_files:
+        raise DatasetError("data.train_files is empty: name a file of conversations to learn from")
+    held_out = read_tasks(data.val_files, needs="conversation") if data.val_files else []
+    sources = []
+    for index, path in enumerate(data.train_files):
+        tasks = without(read_tasks(path, needs="conversation"), held_out)
+        weight = data.train_weights[index] if data.train_weights else float(max(1, len(tasks)))
+        # The folder is left out: the order of the data must not depend on it.
+        sources.append((f"{index}:{Path(path).name}", tasks, weight))
+    for task in (t for tasks in (*(s[1] for s in sources), held_out) for t in tasks):
+        if not any(m.train for m in task.messages):
+            raise ConversationError(f"{task.item_id} has no assistant turn to train on")
+    return sources, held_out
+
+
+def fit(
+    conversations: Sequence[EncodedConversation], length: int, overlong: str
+) -> tuple[list[EncodedConversation], dict[str, float]]:
+    """The conversations that fit into a row of `length` tokens, and how many were changed.
+
+    One that is too long is an "error", is left out ("drop"), or keeps the whole turns that fit
+    ("cut"; if not even the first assistant turn fits, it is left out).
+    """
+    kept, dropped, cut = [], 0, 0
+    for index, conversation in enumerate(conversations):
+        tokens = len(conversation.input_ids)
+        if tokens <= length:
+            kept.append(conversation)
+            continue
+        if overlong == "error":
+            raise PackingError(
+                f"sequence {index} has {tokens} tokens, but a row holds {length}; raise "
+                "data.max_length, or choose data.overlong = 'drop' or 'cut'"
+            )
+        end = max((e + 1 for e in conversation.turn_ends if e < length), default=0)
+        if overlong == "cut" and end and conversation.loss_mask[:end].any():
+            ends = tuple(e for e in conversation.turn_ends if e < end)
+            ids, mask = conversation.input_ids[:end], conversation.loss_mask[:end]
+            kept.append(EncodedConversation(ids, mask, ends))
+            cut += 1
+        else:
+            dropped += 1
+    return kept, {"packing/overlong_dropped": float(dropped), "packing/overlong_cut": float(cut)}
+
+
+def conversation_batch(conversations: Sequence[EncodedConversation], length: int) -> DataProto:
+    """One row per conversation, packed into rows of `length` tokens."""
+    pad = functools.partial(padded, width=max(len(c.input_ids) for c in conversations))
+    batch = DataProto.from_dict(
+        {
+            "input_ids": pad([c.input_ids for c in conversations], np.int32),
+            "attention_mask": pad([np.ones(len(c.input_ids), bool) for c in conversations], bool),
+            "loss_mask": pad([c.loss_mask for c in conversations], bool),
+        }
+    )
+    return add_packing(batch, length)
+
+
+def unigram_entropy(conversations: Sequence[EncodedConversation]) -> float:
+    """Entropy in nats of the trained tokens' frequencies: the best loss without any context."""
+    tokens = np.concatenate([c.input_ids[c.loss_mask] for c in conversations])
+    p = np.bincount(tokens) / len(tokens)
+    p = p[p > 0]
+    return float(-(p * np.log(p)).sum())

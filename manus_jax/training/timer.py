@@ -1,0 +1,25 @@
+"""Where the time of a step goes."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+class Timer:
+    """Seconds by phase of one step; `other` is what no phase accounts for, so that they add up."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+
+    def metrics(self) -> dict[str, float]:
+        step = time.monotonic() - self._began
+        other = step - sum(self.seconds.values())
+        phases = {**self.seconds, "other": other, "step": step}
+        return {f"timing_s/{name}": seconds for name, seconds in phases.items()}
