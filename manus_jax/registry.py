@@ -5,7 +5,7 @@ selected by its name in a gin binding.
 """
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Generic, TypeVar
 
 from manus_jax.errors import UserError
@@ -20,18 +20,20 @@ class RegistryError(UserError, ValueError):
 class Registry(Generic[T]):
     """Components of one kind by name, in the order in which they were registered.
 
-    `kind` is what error messages call a component, e.g. "reward function".
+    `kind` is what error messages call a component, e.g. "reward function"; `reserved` names cannot
+    be registered.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, reserved: Collection[str] = ()) -> None:
         self.kind = kind
+        self._reserved = frozenset(reserved)
         self._items: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator: adds the component under `name`. A name can be registered only once."""
 
         def add(item: T) -> T:
-            if name in self._items:
+            if name in self._items or name in self._reserved:
                 raise RegistryError(f"the {self.kind} {name!r} is already registered")
             self._items[name] = item
             return item

@@ -190,8 +190,11 @@ def test_repeat_interleaved_or_in_blocks():
 def test_the_iterator_visits_each_row_once_an_epoch(batches, size, epochs):
     proto, rows = make(batches * size), batches * size
     seen = [
-        [part.non_tensor_batch["uid"].tolist() for part in proto.make_iterator(size, epochs, seed)]
-        for seed in (5, 5, None)
+        [
+            part.non_tensor_batch["uid"].tolist()
+            for part in proto.make_iterator(size, epochs=epochs, seed=seed)
+        ]
+        for seed in ((5,), (5,), None)
     ]
     assert seen[0] == seen[1]
     flat = [uid for part in seen[0] for uid in part]
@@ -204,7 +207,7 @@ def test_the_iterator_visits_each_row_once_an_epoch(batches, size, epochs):
 
 def test_the_iterator_shuffles_each_epoch_anew_and_by_seed():
     def order(seed):
-        parts = make(32).make_iterator(32, epochs=2, seed=seed)
+        parts = make(32).make_iterator(32, epochs=2, seed=(seed,))
         return [part.non_tensor_batch["uid"].tolist() for part in parts]
 
     first, second = order(0)
@@ -215,6 +218,20 @@ def test_the_iterator_shuffles_each_epoch_anew_and_by_seed():
 def test_mini_batches_that_do_not_divide_raise_before_iteration():
     with pytest.raises(ValueError, match="7 rows do not divide into mini-batches of 2"):
         make(7).make_iterator(2)
+
+
+def test_the_iterator_by_a_host_column_keeps_groups_whole_and_in_order():
+    proto = DataProto.from_dict({"x": np.arange(7)}, {"group_id": list("abacbac")})
+    parts = list(proto.make_iterator(2, by="group_id", epochs=2, seed=(0, 1)))
+    groups = [part.non_tensor_batch["group_id"].tolist() for part in parts]
+    assert [len(set(g)) for g in groups] == [2, 1, 2, 1]
+    for first, second in (parts[:2], parts[2:]):
+        assert sorted([*first.batch["x"], *second.batch["x"]]) == list(range(7))
+    assert all(part.batch["x"].tolist() == sorted(part.batch["x"]) for part in parts)
+    whole = list(proto.make_iterator(by="group_id"))
+    assert len(whole) == 1 and whole[0].batch["x"].tolist() == list(range(7))
+    with pytest.raises(KeyError, match="no key 'task' in non_tensor_batch"):
+        proto.make_iterator(2, by="task")
 
 
 # keys

@@ -14,6 +14,7 @@ import pytest
 from data_protos import assert_same, make, mesh_of, quick
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 from manus_jax.data_proto import DataProto
 
@@ -80,7 +81,8 @@ def test_saved_arrays_keep_dtype_and_bits(tmp_path, dtype):
 
 def test_jax_arrays_are_saved_from_a_mesh(tmp_path):
     proto = DataProto.from_dict({"x": jnp.arange(16, dtype=jnp.bfloat16).reshape(8, 2)})
-    proto.shard(mesh_of(data=2, fsdp=4)).save(tmp_path / "x")
+    sharding = NamedSharding(mesh_of(data=2, fsdp=4), PartitionSpec(("data", "fsdp")))
+    jax.device_put(proto, sharding).save(tmp_path / "x")
     assert_same(DataProto.load(tmp_path / "x"), proto)
 
 
@@ -153,3 +155,10 @@ def test_another_process_reads_the_file(tmp_path):
         cwd=Path(__file__).parents[1],
     )
     assert run.stdout.strip() == "66 ['row 0', 'row 1', 'row 2', 'row 3']"
+
+
+def test_bytes_are_the_file_without_a_disk():
+    proto = make(3)
+    assert_same(DataProto.from_bytes(proto.to_bytes()), proto)
+    with pytest.raises(ValueError, match="the message is not a readable DataProto"):
+        DataProto.from_bytes(proto.to_bytes()[:-40])

@@ -41,10 +41,12 @@ class RewardAllocation:
 TokenColumn = Callable[[Trajectory, int], np.ndarray]
 """(trajectory, index of a segment) → one number per token of the segment, [T]."""
 
-TOKEN_COLUMNS: Registry[TokenColumn] = Registry("token column")
-"""User-defined columns of every batch, for a policy loss that needs them."""
-
 _COLUMNS = ("sampler_log_probs", "token_level_rewards", "turn_ids", "versions")
+_LATER = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns", "loss_weights")
+_SHAPE = ("input_ids", "attention_mask", "loss_mask", "episode_ids", "greedy_rewards")
+
+TOKEN_COLUMNS: Registry[TokenColumn] = Registry("token column", (*_COLUMNS, *_LATER, *_SHAPE))
+"""User-defined columns of every batch, for a policy loss that needs them."""
 
 
 class BatchError(UserError, ValueError):

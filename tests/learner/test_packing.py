@@ -4,105 +4,79 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sequences import batch_of
 
-from manus_jax.learner.packing import (
-    Layout,
-    PackingError,
-    Sample,
-    fit,
-    pack,
-    with_loss_weights,
-)
+from manus_jax.learner.packing import PackedRows, PackingError, RowShape, add_packing
 
 
-def sample(length, seed=0, turn_ends=()):
+def sequence(length, seed=0):
     rng = np.random.default_rng((seed, length))
     mask = rng.random(length) < 0.5
     mask[0] = False
-    return Sample(
-        rng.integers(1, 1000, length).astype(np.int32),
-        mask,
-        {"advantages": rng.normal(size=length).astype(np.float32)},
-        turn_ends,
-    )
+    return {
+        "input_ids": rng.integers(1, 1000, length).astype(np.int32),
+        "loss_mask": mask,
+        "advantages": rng.normal(size=length).astype(np.float32),
+    }
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 32), min_size=1, max_size=20), st.integers(1, 4))
-def test_every_sample_lies_whole_in_its_own_segment(lengths, rows):
-    samples = [sample(n, i) for i, n in enumerate(lengths)]
-    packed = pack(samples, Layout.for_batch(20, rows, 32))
-    assert packed.arrays["input_ids"].shape == (-(-20 // rows), rows, 32)
+def test_every_segment_lies_whole_in_its_own_place(lengths, rows):
+    batch = add_packing(batch_of([sequence(n, i) for i, n in enumerate(lengths)]), 32)
+    packed = PackedRows(batch, RowShape(rows, 32), capacity=-(-20 // rows))
+    arrays = packed.arrays(["advantages"])
+    assert arrays["input_ids"].shape == (-(-20 // rows), rows, 32)
     for name in ("input_ids", "loss_mask", "advantages"):
-        for piece, s in zip(packed.unpack(packed.arrays[name]), samples, strict=True):
-            expected = {"input_ids": s.input_ids, "loss_mask": s.loss_mask, **s.fields}[name]
-            np.testing.assert_array_equal(piece, expected)
-    for s, segment, position in zip(
-        samples,
-        packed.unpack(packed.arrays["segment_ids"]),
-        packed.unpack(packed.arrays["positions"]),
-        strict=True,
-    ):
-        assert len(set(segment)) == 1 and segment[0] > 0
-        np.testing.assert_array_equal(position, np.arange(len(s)))
-    # Padding is segment 0 and untrained, and no two samples share a segment.
-    total = sum(lengths)
-    assert int((packed.arrays["segment_ids"] > 0).sum()) == total
-    assert not packed.arrays["loss_mask"][packed.arrays["segment_ids"] == 0].any()
-    keys = {(m, r, int(packed.arrays["segment_ids"][m, r, s])) for m, r, s, _ in packed.places}
-    assert len(keys) == len(samples)
-    assert not (packed.arrays["segment_ids"][packed.used :] > 0).any()
+        np.testing.assert_array_equal(packed.unpack(arrays[name]), batch.batch[name])
+    segments, positions = packed.unpack(arrays["segment_ids"]), packed.unpack(arrays["positions"])
+    for segment, position, length in zip(segments, positions, lengths, strict=True):
+        assert len(set(segment[:length])) == 1 and segment[0] > 0
+        np.testing.assert_array_equal(position[:length], np.arange(length))
+    # Padding is segment 0 and untrained, and no two sequences share a segment of a row.
+    assert int((arrays["segment_ids"] > 0).sum()) == sum(lengths)
+    assert not arrays["loss_mask"][arrays["segment_ids"] == 0].any()
+    places = zip(batch.batch["packed_row"], batch.batch["packed_segment"], strict=True)
+    assert len(set(places)) == len(lengths)
+    assert not (arrays["segment_ids"][packed.used :] > 0).any()
 
 
 def test_first_fit_decreasing_fills_the_rows_worked_out_by_hand():
     # Longest first: 7 opens row 0, 6 row 1, 5 row 2; 3 goes to row 0 (7+3=10), 3 to row 1 (9),
     # 2 to row 2 (7), 1 to row 1 (10).
-    packed = pack([sample(n, i) for i, n in enumerate([3, 7, 1, 6, 3, 2, 5])], Layout(3, 1, 10))
-    assert [m for m, *_ in packed.places] == [0, 0, 1, 1, 1, 2, 2]
+    lengths = [3, 7, 1, 6, 3, 2, 5]
+    batch = add_packing(batch_of([sequence(n, i) for i, n in enumerate(lengths)]), 10)
+    assert batch.batch["packed_row"].tolist() == [0, 0, 1, 1, 1, 2, 2]
+    packed = PackedRows(batch, RowShape(1, 10), 3)
     assert packed.used == 3
     assert packed.metrics()["packing/efficiency"] == pytest.approx(27 / 30)
 
 
-def test_too_many_sequences_name_the_rows():
-    with pytest.raises(PackingError, match=r"3 sequences need 3 rows .* 1 x 2 = 2"):
-        pack([sample(9, i) for i in range(3)], Layout(1, 2, 10))
+def test_segments_of_different_groups_never_share_a_row():
+    groups = ["a", "b", "a", "b", "c"]
+    batch = batch_of([sequence(3, i) for i in range(5)], group_id=groups)
+    together = add_packing(batch, 16)
+    assert len(set(together.batch["packed_row"].tolist())) == 1
+    apart = add_packing(batch, 16, by="group_id")
+    assert apart.batch["packed_row"].tolist() == [0, 1, 0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("policy", "lengths", "dropped", "cut"),
-    [("drop", [5], 2.0, 0.0), ("cut", [5, 8], 1.0, 1.0)],
-)
-def test_overlong_sequences_follow_the_policy_and_are_counted(policy, lengths, dropped, cut):
-    short, cuttable = sample(5), sample(20, 1, turn_ends=(4, 8, 15))
-    hopeless = sample(20, 2, turn_ends=(15,))
-    kept, counts = fit([short, cuttable, hopeless], 10, policy)
-    assert [len(s) for s in kept] == lengths
-    assert counts == {"packing/overlong_dropped": dropped, "packing/overlong_cut": cut}
-    if policy == "cut":
-        np.testing.assert_array_equal(kept[1].input_ids, cuttable.input_ids[:8])
-        assert kept[1].turn_ends == (4, 8)
+def test_a_mini_batch_takes_the_rows_of_its_groups_from_the_packing_of_the_step():
+    batch = batch_of([sequence(5, i) for i in range(6)], group_id=list("aabbcc"))
+    batch = add_packing(batch, 10, by="group_id")
+    for mini in batch.make_iterator(1, by="group_id", seed=(3,)):
+        packed = PackedRows(mini, RowShape(1, 10), 1)
+        arrays = packed.arrays(["advantages"])
+        assert packed.used == 1 and arrays["input_ids"].shape == (1, 1, 10)
+        np.testing.assert_array_equal(packed.unpack(arrays["advantages"]), mini.batch["advantages"])
 
 
-def test_overlong_is_an_error_when_so_chosen():
-    with pytest.raises(PackingError, match="sequence 1 has 20 tokens and a row holds 10"):
-        fit([sample(5), sample(20)], 10, "error")
+def test_a_sequence_longer_than_a_row_is_an_error():
+    with pytest.raises(PackingError, match="a sequence of 20 tokens does not fit into rows of 10"):
+        add_packing(batch_of([sequence(5), sequence(20)]), 10)
 
 
-def test_loss_weights_are_those_of_the_whole_batch():
-    mask = [np.array([0, 1, 1, 0], bool), np.array([0, 1], bool)]
-    samples = [Sample(np.ones(len(m), np.int32), m) for m in mask]
-    weights = {
-        mode: [s.fields["loss_weights"] for s in with_loss_weights(samples, mode)]
-        for mode in ("token-mean", "seq-mean-token-mean")
-    }
-    np.testing.assert_allclose(weights["token-mean"][0], [0, 1 / 3, 1 / 3, 0], rtol=1e-6)
-    np.testing.assert_allclose(weights["seq-mean-token-mean"][0], [0, 0.25, 0.25, 0], rtol=1e-6)
-    np.testing.assert_allclose(weights["seq-mean-token-mean"][1], [0, 0.5], rtol=1e-6)
-
-
-def test_a_trained_first_token_and_unequal_fields_are_refused():
+def test_a_trained_first_token_is_an_error():
     ids = np.ones(3, np.int32)
     with pytest.raises(PackingError, match="first token"):
-        Sample(ids, np.ones(3, bool))
-    with pytest.raises(PackingError, match=r"'advantages' has shape \(2,\)"):
-        Sample(ids, np.zeros(3, bool), {"advantages": np.zeros(2, np.float32)})
+        add_packing(batch_of([{"input_ids": ids, "loss_mask": np.ones(3, bool)}]), 10)

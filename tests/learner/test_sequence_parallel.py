@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import optax
 import pytest
+from sequences import batch_of, packed_arrays, ragged_sequences, weighted
 
 from manus_jax.algorithms.recipes import get_recipe, policy_loss
 from manus_jax.learner import objectives
 from manus_jax.learner.mesh import make_mesh
-from manus_jax.learner.packing import Layout, Sample, pack, with_loss_weights
 from manus_jax.learner.update import init_state, make_update, put_batch
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import AttentionKernel
@@ -20,25 +20,9 @@ from manus_jax.models.transformer import Compute, Critic, Transformer, abstract_
 
 VOCAB, HIDDEN, LENGTH = 96, 32, 64
 ARCH = Architecture("qwen3", VOCAB, HIDDEN, 64, 2, 8, 2, 8, qk_norm=True, initializer_range=0.2)
-LAYOUT = Layout(2, 4, LENGTH)
 MATRIX_ROWS = {VOCAB, VOCAB // 2, VOCAB // 4}  # of the vocabulary on a device; no other size
-FIELDS = ("advantages", "old_log_probs", "ref_log_probs", "sampler_log_probs", "values", "returns")
 # data, fsdp, tensor, sequence; there are two key-value heads, so tensor=4 repeats them.
 MESHES = [(1, 1, 1, 8), (2, 1, 1, 4), (1, 2, 2, 2), (1, 1, 4, 2), (2, 2, 2, 1)]
-
-
-def ragged_samples(count=13):
-    """Segments that begin and end anywhere, so that most cross a border between two devices."""
-    rng = np.random.default_rng(0)
-    samples = []
-    for n in rng.integers(5, LENGTH, count):
-        mask = rng.random(n) < rng.uniform(0.1, 0.9)
-        mask[0], mask[-1] = False, True
-        fields = {k: rng.normal(size=n).astype(np.float32) for k in FIELDS}
-        for k in ("old_log_probs", "ref_log_probs", "sampler_log_probs"):
-            fields[k] = (-4 + 0.3 * fields[k]).astype(np.float32)
-        samples.append(Sample(rng.integers(0, VOCAB, n).astype(np.int32), mask, fields))
-    return samples
 
 
 @functools.cache
@@ -66,10 +50,12 @@ def updated(kind, sizes):
     mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
     objective, shapes = objective_on(mesh, kind)
     optimizer = optax.sgd(0.5)
-    packed = pack(with_loss_weights(ragged_samples(), "token-mean"), LAYOUT)
-    assert packed.used == 2
+    # Segments begin and end anywhere, so most cross a border between two devices.
+    sequences = ragged_sequences(count=13, longest=LENGTH, vocabulary=VOCAB)
+    packed = packed_arrays(weighted(batch_of(sequences)), 4, LENGTH)
+    assert packed[1] == 2
     state = init_state(initial(kind), optimizer, mesh)
-    batch = put_batch(packed, mesh)
+    batch = put_batch(*packed, mesh)
     program = make_update(objective, optimizer, mesh, shapes).lower(state, *batch).compile()
     state, metrics = program(state, *batch)
     assert float(metrics["grad_norm"]) > 1e-2

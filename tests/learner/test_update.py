@@ -7,33 +7,18 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from sequences import batch_of, packed_arrays, ragged_sequences, weighted
 
 from manus_jax.algorithms.recipes import get_recipe, policy_loss
 from manus_jax.learner import objectives
 from manus_jax.learner.mesh import MeshError, make_mesh, param_shardings, param_spec
 from manus_jax.learner.optimizer import adamw, learning_rate
-from manus_jax.learner.packing import Layout, Sample, pack, with_loss_weights
 from manus_jax.learner.update import accumulate, init_state, make_update, put_batch
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import AttentionKernel
 from manus_jax.models.transformer import Compute, Critic, Transformer, abstract_model, init_params
 
 ARCH = Architecture("qwen3", 64, 32, 64, 2, 8, 8, 8, qk_norm=True, initializer_range=0.2)
-FIELDS = ("advantages", "old_log_probs", "ref_log_probs", "sampler_log_probs", "values", "returns")
-
-
-def ragged_samples(seed=0, count=11, longest=60):
-    """Unequal lengths and unequal shares of trained tokens: equal ones hide wrong denominators."""
-    rng = np.random.default_rng(seed)
-    samples = []
-    for n in rng.integers(5, longest, count):
-        mask = rng.random(n) < rng.uniform(0.1, 0.9)
-        mask[0], mask[-1] = False, True
-        fields = {k: rng.normal(size=n).astype(np.float32) for k in FIELDS}
-        for k in ("old_log_probs", "ref_log_probs", "sampler_log_probs"):
-            fields[k] = (-4 + 0.3 * fields[k]).astype(np.float32)
-        samples.append(Sample(rng.integers(0, 64, n).astype(np.int32), mask, fields))
-    return samples
 
 
 def on_mesh(mesh):
@@ -50,16 +35,14 @@ def policy_objective(recipe="grpo", compute=None):
 
 
 def gradient_of(objective, params, packed):
-    return jax.jit(lambda p, b, n: accumulate(objective, p, b, n))(
-        params, packed.arrays, packed.used
-    )
+    return jax.jit(lambda p, b, n: accumulate(objective, p, b, n))(params, *packed)
 
 
-def packed_batch(samples, layout, mode="token-mean"):
-    return pack(with_loss_weights(samples, mode), layout)
+def packed_batch(sequences, rows, length, mode="token-mean", capacity=1):
+    return packed_arrays(weighted(batch_of(sequences), mode), rows, length, capacity)
 
 
-def updated_params(samples, layout, mesh_sizes, recipe="grpo", steps=1):
+def updated_params(sequences, rows, length, mesh_sizes, recipe="grpo", steps=1):
     """Parameters after real updates (plain SGD shows the gradient itself) on the given mesh."""
     devices = jax.devices()[: int(np.prod(mesh_sizes))]
     mesh = make_mesh(*mesh_sizes, devices=devices)
@@ -69,46 +52,45 @@ def updated_params(samples, layout, mesh_sizes, recipe="grpo", steps=1):
     optimizer = optax.sgd(0.5)
     update = make_update(policy_objective(recipe, compute), optimizer, mesh, shapes)
     state = init_state(params, optimizer, mesh)
-    packed = packed_batch(samples, layout, get_recipe(recipe).aggregation)
+    packed = packed_batch(sequences, rows, length, get_recipe(recipe).aggregation)
     for _ in range(steps):
-        state, metrics = update(state, *put_batch(packed, mesh))
+        state, metrics = update(state, *put_batch(*packed, mesh))
     assert float(metrics["grad_norm"]) > 1e-2
     return jax.device_get(state.params), {k: float(v) for k, v in metrics.items()}
 
 
 @pytest.fixture(scope="module")
 def one_device():
-    return updated_params(ragged_samples(), Layout(2, 8, 64), (1, 1, 1))
+    return updated_params(ragged_sequences(), 8, 64, (1, 1, 1))
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)])
 def test_every_mesh_gives_the_parameters_of_one_device(sizes, one_device):
-    params, metrics = updated_params(ragged_samples(), Layout(2, 8, 64), sizes)
+    params, metrics = updated_params(ragged_sequences(), 8, 64, sizes)
     chex.assert_trees_all_close(params, one_device[0], atol=2e-6, rtol=2e-5)
     chex.assert_trees_all_close(metrics, one_device[1], rtol=1e-4)
 
 
-@pytest.mark.parametrize("layout", [Layout(11, 1, 64), Layout(6, 2, 64), Layout(3, 4, 128)])
-def test_every_micro_batching_gives_the_same_parameters(layout, one_device):
-    params, metrics = updated_params(ragged_samples(), layout, (1, 1, 1))
+@pytest.mark.parametrize(("rows", "length"), [(1, 64), (2, 64), (4, 128)])
+def test_every_micro_batching_gives_the_same_parameters(rows, length, one_device):
+    params, metrics = updated_params(ragged_sequences(), rows, length, (1, 1, 1))
     chex.assert_trees_all_close(params, one_device[0], atol=2e-6, rtol=2e-5)
     chex.assert_trees_all_close(metrics, one_device[1], rtol=1e-4)
 
 
 @pytest.mark.parametrize("recipe", ["ppo", "grpo", "dapo", "gspo", "cispo", "rloo"])
 def test_packed_gradients_equal_unpacked_ones_over_the_whole_tree(recipe):
-    samples = ragged_samples(1)
     mode = get_recipe(recipe).aggregation
-    weighed = with_loss_weights(samples, mode, 50.0 if mode.endswith("norm") else None)
+    norm_constant = 50.0 if mode.endswith("norm") else None
+    batch = weighted(batch_of(ragged_sequences(1)), mode, norm_constant)
     objective = policy_objective(recipe)
     params = init_params(Transformer, ARCH, Compute(), 0)
     grads = {}
-    for name, groups in {"packed": [weighed], "alone": [[s] for s in weighed]}.items():
+    for name, groups in {"packed": [batch], "alone": batch.split(1)}.items():
         total = jax.tree.map(jnp.zeros_like, params)
         run = jax.jit(lambda p, b, n: accumulate(objective, p, b, n)[0])
         for group in groups:
-            packed = pack(group, Layout(2, 4, 64))
-            total = jax.tree.map(jnp.add, total, run(params, packed.arrays, packed.used))
+            total = jax.tree.map(jnp.add, total, run(params, *packed_arrays(group, 4, 64, 2)))
         grads[name] = total
     assert float(optax.tree.norm(grads["alone"])) > 1e-2
     chex.assert_trees_all_close(grads["packed"], grads["alone"], atol=2e-6, rtol=2e-5)
@@ -116,7 +98,8 @@ def test_packed_gradients_equal_unpacked_ones_over_the_whole_tree(recipe):
 
 def test_gradient_equals_a_naive_loss_on_padded_rows():
     """Against autodiff through full logits, one padded row per sample, no packing, no loop."""
-    samples = with_loss_weights(ragged_samples(2, count=5), "token-mean")
+    samples = ragged_sequences(2, count=5)
+    batch = weighted(batch_of(samples))
     graphdef, _ = abstract_model(Transformer, ARCH, Compute(remat="none"))
     params = init_params(Transformer, ARCH, Compute(), 0)
 
@@ -124,24 +107,26 @@ def test_gradient_equals_a_naive_loss_on_padded_rows():
         loss = 0.0
         ids = np.zeros((len(samples), 64), np.int32)
         for row, s in zip(ids, samples, strict=True):
-            row[: len(s)] = s.input_ids
+            row[: len(s["input_ids"])] = s["input_ids"]
         positions = np.broadcast_to(np.arange(64, dtype=np.int32), ids.shape)
         all_logits = nnx.merge(graphdef, params)(ids, np.ones_like(ids), positions)
-        for logits, s in zip(all_logits, samples, strict=True):
+        for logits, s, weights in zip(
+            all_logits, samples, batch.batch["loss_weights"], strict=True
+        ):
             lp = jnp.take_along_axis(
-                jax.nn.log_softmax(logits)[: len(s) - 1], s.input_ids[1:, None], axis=1
+                jax.nn.log_softmax(logits)[: len(s["input_ids"]) - 1],
+                s["input_ids"][1:, None],
+                axis=1,
             )[:, 0]
-            ratio = jnp.exp(lp - s.fields["old_log_probs"][1:])
-            adv = s.fields["advantages"][1:]
+            ratio = jnp.exp(lp - s["old_log_probs"][1:])
+            adv = s["advantages"][1:]
             surrogate = jnp.minimum(ratio * adv, jnp.clip(ratio, 0.8, 1.28) * adv)
-            w = s.fields["loss_weights"][1:]
-            weight = jnp.minimum(
-                jnp.exp(s.fields["old_log_probs"] - s.fields["sampler_log_probs"]), 2.0
-            )[1:]
+            w = weights[: len(s["input_ids"])][1:]
+            weight = jnp.minimum(jnp.exp(s["old_log_probs"] - s["sampler_log_probs"]), 2.0)[1:]
             loss -= jnp.sum(w * surrogate * weight)
         return loss
 
-    packed = pack(samples, Layout(3, 2, 64))
+    packed = packed_arrays(batch, 2, 64)
     ours, loss, _ = gradient_of(policy_objective("dapo"), params, packed)
     expected_loss, expected = jax.jit(jax.value_and_grad(naive))(params)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
@@ -156,8 +141,8 @@ def test_ten_steps_of_varying_data_compile_once():
     update = make_update(policy_objective(compute=on_mesh(mesh)), optimizer, mesh, shapes)
     state = init_state(params, optimizer, mesh)
     for seed in range(10):
-        packed = packed_batch(ragged_samples(seed, count=3 + seed), Layout.for_batch(12, 2, 64))
-        state, _ = update(state, *put_batch(packed, mesh))
+        packed = packed_batch(ragged_sequences(seed, count=3 + seed), 2, 64, capacity=6)
+        state, _ = update(state, *put_batch(*packed, mesh))
     assert update._cache_size() == 1
     assert int(state.step) == 10 and int(state.skipped) == 0
 
@@ -169,9 +154,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
     update = make_update(policy_objective(), optimizer, mesh, shapes)
     state = init_state(init_params(Transformer, ARCH, Compute(), 0), optimizer, mesh)
     before = jax.tree.map(np.array, jax.device_get((state.params, state.opt_state)))
-    packed = packed_batch(ragged_samples(), Layout(2, 8, 64))
-    packed.arrays["advantages"][packed.arrays["loss_mask"]] = np.nan
-    state, metrics = update(state, *put_batch(packed, mesh))
+    packed = packed_batch(ragged_sequences(), 8, 64)
+    packed[0]["advantages"][packed[0]["loss_mask"]] = np.nan
+    state, metrics = update(state, *put_batch(*packed, mesh))
     chex.assert_trees_all_equal(jax.device_get((state.params, state.opt_state)), before)
     assert float(metrics["update_skipped"]) == 1 and int(state.skipped) == 1
 
@@ -182,17 +167,16 @@ def test_the_critic_objective_learns_the_returns():
     optimizer = optax.adam(3e-3)
     update = make_update(objectives.critic(graphdef, 1e6), optimizer, mesh, shapes)
     state = init_state(init_params(Critic, ARCH, Compute(), 0), optimizer, mesh)
-    packed = packed_batch(ragged_samples(count=4), Layout(1, 4, 64))
+    packed = packed_batch(ragged_sequences(count=4), 4, 64)
     losses = []
     for _ in range(30):
-        state, metrics = update(state, *put_batch(packed, mesh))
+        state, metrics = update(state, *put_batch(*packed, mesh))
         losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.5 * losses[0]
 
 
 def test_remat_policies_and_entropy_leave_the_gradient_as_it_was():
-    samples = ragged_samples(3, count=4)
-    packed = packed_batch(samples, Layout(1, 4, 64))
+    packed = packed_batch(ragged_sequences(3, count=4), 4, 64)
     params = init_params(Transformer, ARCH, Compute(), 0)
     grads = [
         gradient_of(policy_objective(compute=Compute(remat=r)), params, packed)[0]
@@ -211,7 +195,7 @@ def test_meshes_and_batches_that_do_not_fit_say_so():
         make_mesh(-1, -1, 1)
     mesh = make_mesh(2, 4, 1)
     with pytest.raises(MeshError, match=r"6 rows .* data=2 x fsdp=4 = 8"):
-        put_batch(pack([], Layout(1, 6, 8)), mesh)
+        put_batch({"input_ids": np.zeros((1, 6, 8), np.int32)}, 0, mesh)
     with pytest.raises(MeshError, match="no sharding rule matches parameter 'backbone/extra'"):
         param_spec("backbone/extra", (8, 8), mesh)
     with pytest.raises(MeshError, match=r"dimension 1 of size 12 is not divisible by tensor=8"):

@@ -4,9 +4,9 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from sequences import batch_of, packed_arrays, weighted
 
 from manus_jax.learner import objectives
-from manus_jax.learner.packing import Layout, Sample, pack, with_loss_weights
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import AttentionKernel, attention
 from manus_jax.models.transformer import Compute, Transformer, abstract_model, init_params
@@ -51,11 +51,11 @@ def test_loss_and_gradients_of_packed_rows_are_those_of_plain_attention():
     arch = Architecture("qwen2", 96, 64, 96, 2, 4, 2, 16, qkv_bias=True)
     rng = np.random.default_rng(1)
     samples = [
-        Sample(rng.integers(0, 96, n).astype(np.int32), np.arange(n) % 7 > 3)
+        {"input_ids": rng.integers(0, 96, n).astype(np.int32), "loss_mask": np.arange(n) % 7 > 3}
         for n in (200, 90, 40, 180, 130, 17)
     ]
-    packed = pack(with_loss_weights(samples, "token-mean"), Layout(1, 4, 256))
-    batch = {name: jnp.asarray(x[0]) for name, x in packed.arrays.items()}
+    arrays, _ = packed_arrays(weighted(batch_of(samples)), 4, 256)
+    batch = {name: jnp.asarray(x[0]) for name, x in arrays.items()}
     params = init_params(Transformer, arch, Compute(), 0)
 
     def gradients(kernel):

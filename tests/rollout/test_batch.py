@@ -1,4 +1,4 @@
-"""Samples and batches of trajectories: rewards that add up, on tokens that were sampled."""
+"""Batches of trajectories: rewards that add up, on tokens that were sampled."""
 
 import dataclasses
 
@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 from made_trajectories import forked, made, segment, two_turns
 
-from manus_jax.learner.packing import Layout, fit, pack
+from manus_jax.learner.packing import PackedRows, RowShape, add_packing
 from manus_jax.rewards import Score
-from manus_jax.rollout.batch import Origin, RewardAllocation, to_data_proto, to_samples
+from manus_jax.rollout.batch import RewardAllocation, to_batch
 
 NAMES = ["last_token", "uniform_positive", "discounted", "per_turn"]
 
 
 def rewards(trajectory, name: str, gamma: float = 1.0) -> list[list[float]]:
-    samples, _ = to_samples([trajectory], RewardAllocation(name, gamma))
-    return [sample.fields["token_rewards"].tolist() for sample in samples]
+    batch = to_batch([trajectory], RewardAllocation(name, gamma)).batch
+    lengths = batch["attention_mask"].sum(1)
+    return [row[:n].tolist() for row, n in zip(batch["token_level_rewards"], lengths, strict=True)]
 
 
 def test_last_token_is_the_agents_last() -> None:
@@ -79,45 +80,44 @@ def test_token_rewards_add_up_to_the_episodes_reward_on_agent_tokens(name: str) 
             segments.append(segment(parts[:-1]))
         turns = [float(x) for x in rng.normal(size=turn)]
         batch.append(made(segments, turns, uid=str(number)))
-    samples, origins = to_samples(batch, RewardAllocation(name, 0.9))
+    columns = to_batch(batch, RewardAllocation(name, 0.9)).batch
+    rewarded = columns["token_level_rewards"]
+    assert (rewarded[~columns["loss_mask"]] == 0).all()
     sums = np.zeros(12)
-    for sample, origin in zip(samples, origins, strict=True):
-        rewarded = sample.fields["token_rewards"]
-        assert (rewarded[~sample.loss_mask] == 0).all()
-        sums[origin.trajectory] += rewarded.sum(dtype=np.float64)
+    np.add.at(sums, columns["episode_ids"], rewarded.sum(1, dtype=np.float64))
     assert sums == pytest.approx([t.episode_reward for t in batch], abs=1e-5)
 
 
-def test_a_sample_per_segment_with_what_the_sampler_knew() -> None:
-    samples, origins = to_samples([two_turns(), forked()], RewardAllocation())
-    assert origins == [Origin(0, 0), Origin(1, 0), Origin(1, 1)]
-    for sample, source in zip(samples, (*two_turns().segments, *forked().segments), strict=True):
-        assert sample.input_ids.tolist() == source.token_ids.tolist()
-        assert sample.loss_mask.tolist() == source.loss_mask.tolist()
-        assert sample.fields["sampler_log_probs"].tolist() == source.log_probs.tolist()
-        assert sample.fields["turn_ids"].tolist() == source.turn_ids.tolist()
-        assert sample.fields["versions"].tolist() == source.versions.tolist()
-    assert [sample.turn_ends for sample in samples] == [(5, 10), (6, 9), (11,)]
+def test_a_row_per_segment_with_what_the_sampler_knew() -> None:
+    batch = to_batch([two_turns(), forked()], RewardAllocation()).batch
+    assert batch["episode_ids"].tolist() == [0, 1, 1]
+    sources = (*two_turns().segments, *forked().segments)
+    for row, source in enumerate(sources):
+        real = batch["attention_mask"][row]
+        column = lambda name, row=row, real=real: batch[name][row][real].tolist()
+        assert column("input_ids") == source.token_ids.tolist()
+        assert column("loss_mask") == source.loss_mask.tolist()
+        assert column("sampler_log_probs") == source.log_probs.tolist()
+        assert column("turn_ids") == source.turn_ids.tolist()
+        assert column("versions") == source.versions.tolist()
+    assert batch["turn_ids"].dtype == batch["versions"].dtype == np.int32
 
 
-def test_samples_are_packed_and_cut_at_turns_by_the_learner() -> None:
-    samples, _ = to_samples([two_turns(), forked()], RewardAllocation())
-    kept, counts = fit(samples, 9, "cut")
-    assert [len(sample) for sample in kept] == [5, 9]
-    assert counts["packing/overlong_cut"] == 1
-    packed = pack(samples, Layout(1, 3, 16))
-    assert packed.arrays["token_rewards"].sum() == pytest.approx(1.25)
+def test_batches_are_packed_by_the_learner_without_losing_reward() -> None:
+    batch = add_packing(to_batch([two_turns(), forked()], RewardAllocation()), 16)
+    packed = PackedRows(batch, RowShape(3, 16), 1).arrays(["token_level_rewards", "turn_ids"])
+    assert packed["token_level_rewards"].sum() == pytest.approx(1.25)
+    assert packed["turn_ids"].dtype == np.int32
 
 
 def test_a_batch_holds_every_turn_whatever_its_length() -> None:
-    proto = to_data_proto([two_turns(), forked()], RewardAllocation("per_turn"), pad_id=12)
+    proto = to_batch([two_turns(), forked()], RewardAllocation("per_turn"), pad_id=12)
     assert len(proto) == 3
     ids = proto.batch["input_ids"]
     assert ids.shape == (3, 11)
     assert ids[0].tolist() == [*range(10, 20), 12]
     # Token 12 is a real token here, and the padding too.
     assert proto.batch["attention_mask"][0].tolist() == [True] * 10 + [False]
-    assert proto.batch["position_ids"][0].tolist() == [*range(10), 0]
     assert proto.batch["loss_mask"][0].tolist() == (
         [False] * 3 + [True] * 2 + [False] * 2 + [True] * 3 + [False]
     )
@@ -128,7 +128,7 @@ def test_a_batch_holds_every_turn_whatever_its_length() -> None:
     rows = {key: column.tolist() for key, column in proto.non_tensor_batch.items()}
     assert rows["uid"] == ["maze_3#0", "maze_5#0", "maze_5#0"]
     assert rows["segment"] == [0, 0, 1]
-    assert rows["turns"] == [2, 3, 3]
+    assert [len(rewards) for rewards in rows["turn_rewards"]] == [2, 3, 3]
     assert rows["episode_reward"] == [1.0, 0.25, 0.25]
     assert rows["success"] == [True, False, False]
     assert rows["env"] == ["maze"] * 3
@@ -136,32 +136,25 @@ def test_a_batch_holds_every_turn_whatever_its_length() -> None:
     assert rows["group_id"] == ["maze_3"] * 3
 
 
-@pytest.mark.parametrize("length", [10, 11, 32])
-def test_a_row_may_be_exactly_as_long_as_its_segment(length: int) -> None:
-    proto = to_data_proto([two_turns()], RewardAllocation(), length=length)
-    assert proto.batch["input_ids"].shape == (1, length)
-    assert proto.batch["loss_mask"].sum() == 5
-    assert proto.batch["token_level_rewards"].sum() == 1.0
-
-
-def test_a_segment_longer_than_a_row_is_an_error_and_loses_no_reward_silently() -> None:
-    with pytest.raises(ValueError, match="a segment has 10 tokens and a row 9"):
-        to_data_proto([two_turns()], RewardAllocation(), length=9)
+def test_a_batch_is_as_wide_as_its_longest_segment() -> None:
+    batch = to_batch([two_turns()], RewardAllocation()).batch
+    assert batch["input_ids"].shape == (1, 10)
+    assert batch["loss_mask"].sum() == 5
+    assert batch["token_level_rewards"].sum() == 1.0
 
 
 def test_an_empty_batch_is_an_empty_batch() -> None:
-    assert to_samples([], RewardAllocation()) == ([], [])
-    assert len(to_data_proto([], RewardAllocation())) == 0
+    assert len(to_batch([], RewardAllocation())) == 0
 
 
 def test_an_episode_without_tokens_cannot_be_trained_on() -> None:
     spoken = dataclasses.replace(two_turns(), segments=())
     with pytest.raises(ValueError, match="episode maze_3#0 has no tokens to train on"):
-        to_samples([spoken], RewardAllocation())
+        to_batch([spoken], RewardAllocation())
 
 
 def test_unknown_allocations_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown reward allocation 'first'; there are last_tok"):
+    with pytest.raises(ValueError, match=r"unknown reward allocation 'first' \(known: last_tok"):
         RewardAllocation("first")
     with pytest.raises(ValueError, match=r"gamma = 1\.5"):
         RewardAllocation("discounted", 1.5)

@@ -33,7 +33,7 @@ SMALL = (
     # With less, Adam makes whole steps of gradients that are nothing but rounding.
     "optimizer.eps = 1e-5",
     "distributed.heartbeat_s = 15",
-    "distributed.together_s = 600",
+    "distributed.timeout_s = 600",
 )
 SCRATCH = (
     "warm_start.steps = 2",

@@ -11,13 +11,8 @@ from manus_jax.algorithms.recipes import Recipe, policy_loss, register_policy_lo
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.settings import AlgorithmSettings, EngineSettings
 from manus_jax.data.tasks import Task
-from manus_jax.rollout import batch as samples
-from manus_jax.rollout.batch import (
-    RewardAllocation,
-    register_field,
-    to_data_proto,
-    to_samples,
-)
+from manus_jax.learner.packing import PackedRows, RowShape, add_packing
+from manus_jax.rollout.batch import TOKEN_COLUMNS, RewardAllocation, to_batch
 from manus_jax.rollout.trajectory import EpisodeSpec, Segment, Trajectory, Turn
 from manus_jax.training import build_rollout as playing
 from manus_jax.training.learner_specs import make_recipe
@@ -40,11 +35,11 @@ def episode():
 @pytest.fixture
 def late(monkeypatch):
     """A field that says how late in the episode a token's turn is, and a loss that reads it."""
-    monkeypatch.setattr(samples, "_MORE_FIELDS", {})
+    monkeypatch.setattr(TOKEN_COLUMNS, "_items", {})
     for known in (recipes.POLICY_LOSSES, recipes.RECIPES):
         monkeypatch.setitem(known, "late", None)
 
-    @register_field("lateness")
+    @TOKEN_COLUMNS.register("lateness")
     def lateness(trajectory, segment):
         turns = trajectory.segments[segment].turn_ids
         return (turns + 1) / len(trajectory.turns)
@@ -57,11 +52,11 @@ def late(monkeypatch):
     register_recipe(Recipe("late", "grpo", loss="late", corrections=()))
 
 
-def test_a_field_is_in_every_sample_and_in_the_data_proto(late):
-    [sample], _ = to_samples([episode()], RewardAllocation())
-    assert sample.fields["lateness"].tolist() == [0, 0, 0.5, 0.5, 0, 1]
-    proto = to_data_proto([episode()], RewardAllocation(), length=8)
-    assert proto.batch["lateness"].tolist() == [[0, 0, 0.5, 0.5, 0, 1, 0, 0]]
+def test_a_column_is_in_every_batch_and_in_the_packed_rows_of_the_learner(late):
+    batch = to_batch([episode()], RewardAllocation())
+    assert batch.batch["lateness"].tolist() == [[0, 0, 0.5, 0.5, 0, 1]]
+    packed = PackedRows(add_packing(batch, 8), RowShape(1, 8), 1).arrays(["lateness"])
+    assert packed["lateness"].tolist() == [[[0, 0, 0.5, 0.5, 0, 1, 0, 0]]]
 
 
 def test_a_loss_is_given_the_fields_that_it_needs_and_nothing_outside_the_mask(late):
@@ -80,20 +75,20 @@ def test_a_loss_is_given_the_fields_that_it_needs_and_nothing_outside_the_mask(l
 
 
 def test_a_loss_whose_field_nobody_makes_is_refused_before_anything_is_played(late):
-    del samples._MORE_FIELDS["lateness"]
-    with pytest.raises(ConfigError, match="'late' needs the field 'lateness'; samples have"):
+    del TOKEN_COLUMNS._items["lateness"]
+    with pytest.raises(ConfigError, match="'late' needs the column 'lateness'; batches have"):
         make_recipe(AlgorithmSettings(recipe="late"))
 
 
 def test_a_field_of_another_length_names_itself_and_the_episode(late):
-    @register_field("short")
+    @TOKEN_COLUMNS.register("short")
     def short(trajectory, segment):
         return np.zeros(3)
 
-    with pytest.raises(ValueError, match=r"'short' of episode maze_3#0 has shape \(3,\), and its"):
-        to_samples([episode()], RewardAllocation())
-    with pytest.raises(ValueError, match="have a field 'turn_ids' already"):
-        register_field("turn_ids")(short)
+    with pytest.raises(ValueError, match=r"'short' of episode maze_3#0 has shape \(3,\), but its"):
+        to_batch([episode()], RewardAllocation())
+    with pytest.raises(ValueError, match="token column 'turn_ids' is already registered"):
+        TOKEN_COLUMNS.register("turn_ids")(short)
 
 
 def test_an_engine_is_made_by_name_and_closed_at_the_end(monkeypatch):

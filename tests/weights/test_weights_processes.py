@@ -1,5 +1,4 @@
-"""A learner of several processes publishes what one would: all of them in step, or one that leads
-while the others take part."""
+"""A learner of several processes publishes what one would."""
 
 import os
 import socket
@@ -7,49 +6,24 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from published_models import copies, exported, model
 
 from manus_jax.weights.mirror import Mirror
 
-_IN_STEP = """
+_PUBLISHING = """
 import sys
 from pathlib import Path
 import jax
 import numpy as np
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-from published_models import ARCH, CARD, model
-from manus_jax.learner.mesh import make_mesh, param_shardings
-from manus_jax.models.transformer import Compute, Transformer, abstract_model
-from manus_jax.weights.publisher import Publisher
-
-params = jax.tree.map(np.asarray, model())
-_, shapes = abstract_model(Transformer, ARCH, Compute())
-shardings = param_shardings(shapes, make_mesh(1, 2, 1))
-place = lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index])
-placed = jax.tree.map(place, params, shardings)
-assert not all(x.is_fully_addressable for x in jax.tree.leaves(placed))
-publisher = Publisher(Path(sys.argv[3]), CARD)
-published = publisher.publish(placed, 5)
-assert (published is None) == (jax.process_index() == 1)
-publisher.close()
-"""
-
-_LED = """
-import sys
-from pathlib import Path
-import jax
-import numpy as np
-from manus_jax.training.distributed import joined
 from manus_jax.config.settings import DistributedSettings
+from manus_jax.training.job import joined
 
 settings = DistributedSettings(coordinator=sys.argv[1], processes=2, process_id=int(sys.argv[2]))
-with joined(settings, ()) as team:
+with joined(settings) as job:
     from published_models import ARCH, CARD, model
     from manus_jax.learner.mesh import make_mesh, param_shardings
     from manus_jax.models.transformer import Compute, Transformer, abstract_model
-    from manus_jax.weights.host_tensors import gathered, spread
+    from manus_jax.weights.host_tensors import gather_to_host
     from manus_jax.weights.publisher import Publisher
 
     params = jax.tree.map(np.asarray, model())
@@ -57,23 +31,18 @@ with joined(settings, ()) as team:
     shardings = param_shardings(shapes, make_mesh(1, 2, 1))
     place = lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index])
     placed = jax.tree.map(place, params, shardings)
-    if team.leads:
+    assert not all(x.is_fully_addressable for x in jax.tree.leaves(placed))
+    whole = gather_to_host(placed, job.primary)
+    if job.primary:
         publisher = Publisher(Path(sys.argv[3]), CARD)
-        publisher.publish(spread(placed, team.together), 5)
+        publisher.publish(whole, 5)
         publisher.close()
-        with team.together(do="stop"):
-            pass
     else:
-        for command in team.commands():
-            if command["do"] == "stop":
-                break
-            path, layer = tuple(command["path"]), command["layer"]
-            gathered(placed, path, layer, np.dtype(command["dtype"]))
+        assert not jax.tree.leaves(whole)
 """
 
 
-@pytest.mark.parametrize("program", [_IN_STEP, _LED], ids=["in step", "led"])
-def test_tensors_that_lie_on_two_processes_are_published_whole(tmp_path, program):
+def test_tensors_that_lie_on_two_processes_are_published_whole(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -81,7 +50,7 @@ def test_tensors_that_lie_on_two_processes_are_published_whole(tmp_path, program
     environment = {**os.environ, "PYTHONPATH": here, "XLA_FLAGS": ""}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", program, address, str(number), str(tmp_path / "weights")],
+            [sys.executable, "-c", _PUBLISHING, address, str(number), str(tmp_path / "weights")],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,4 +1,4 @@
-"""What a job of several processes is made of: finding others, noticing a death, being stopped."""
+"""The parts of a job of several processes: finding the others, sharing results, being stopped."""
 
 import os
 import signal
@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.settings import DistributedSettings
+from manus_jax.data_proto import DataProto
 from manus_jax.learner.learner import Reference
 from manus_jax.learner.mesh import make_mesh
-from manus_jax.training.distributed import Heartbeats, cluster_found, connect
+from manus_jax.training.job import Job, cluster_found, connect
 from manus_jax.training.stopping import StopRequest
-from manus_jax.weights.host_tensors import spread
 
 
 @pytest.mark.parametrize(
@@ -58,24 +58,24 @@ def test_settings_that_cannot_be_are_refused():
         DistributedSettings(heartbeat_s=0.5)
 
 
-def test_a_process_whose_heart_stands_still_for_the_limit_is_silent():
-    heartbeats = Heartbeats(range(3), 10.0, now=0.0)
-    assert heartbeats.silent({0: "a", 1: "a", 2: "a"}, now=4.0) == []
-    assert heartbeats.silent({0: "b", 1: "a", 2: "b"}, now=13.0) == []
-    assert heartbeats.silent({0: "c", 1: "a", 2: "c"}, now=14.5) == [1]
-    assert heartbeats.silent({0: "d", 1: "b", 2: "d"}, now=15.0) == []  # it was only slow
-
-
-def test_a_process_that_never_showed_itself_is_silent():
-    assert Heartbeats(range(2), 5.0, now=0.0).silent({0: "a"}, now=6.0) == [1]
-
-
-def test_a_preemption_is_a_request_to_stop_with_143():
+def test_a_preemption_is_a_request_to_stop_with_143(monkeypatch):
+    job = Job(1, 2)
     asked = []
-    request = StopRequest(lambda step: asked.append(step) or step == 3)
-    assert [request.after(step) for step in (0, 1, 2, 3, 4)] == [False, False, False, True, True]
-    assert asked == [0, 1, 2, 3]
+    answers = iter([False, False, False, True])
+    monkeypatch.setattr(job, "preempted", lambda: asked.append(1) or next(answers))
+    request = StopRequest(job)
+    assert [request.after_step() for _ in range(5)] == [False, False, False, True, True]
+    assert len(asked) == 4
     assert request.exit_code == 128 + signal.SIGTERM == 143
+
+
+def test_a_single_process_gets_its_own_result_and_its_own_error():
+    job = Job()
+    proto = DataProto.from_dict({"x": np.arange(2)})
+    assert job.from_primary(lambda: proto) is proto
+    assert job.on_primary(lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        job.on_primary(lambda: 1 // 0)
 
 
 def test_a_reference_on_the_host_keeps_each_slice_once_and_gives_back_the_same_array():
@@ -90,70 +90,77 @@ def test_a_reference_on_the_host_keeps_each_slice_once_and_gives_back_the_same_a
     np.testing.assert_array_equal(back, array)
 
 
-def test_spread_tensors_are_read_together_a_layer_at_a_time():
-    mesh = make_mesh(fsdp=8)
-    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-    stack = np.arange(3 * 8 * 2, dtype=np.float32).reshape(3, 8, 2)
-    table = np.arange(16, dtype=np.float32).reshape(8, 2)
-    params = {
-        "backbone": {
-            "layers": {"q_proj": place(stack, PartitionSpec(None, "fsdp"))},
-            "embed": place(table, PartitionSpec("fsdp")),
-        }
-    }
-    told = []
-
-    class Together:
-        def __init__(self, **command):
-            told.append((command["path"][-1], command["layer"], command["dtype"]))
-
-        def __enter__(self):
-            pass
-
-        def __exit__(self, *error):
-            pass
-
-    tensors = spread(params, Together)
-    assert not told
-    whole = jax.tree.map(np.asarray, tensors)
-    np.testing.assert_array_equal(whole["backbone"]["layers"]["q_proj"], stack)
-    np.testing.assert_array_equal(whole["backbone"]["embed"], table)
-    expected = [("q_proj", layer, "float32") for layer in range(3)] + [("embed", None, "float32")]
-    assert sorted(told, key=str) == sorted(expected, key=str)
-    np.testing.assert_array_equal(tensors["backbone"]["layers"]["q_proj"][1], stack[1])
-
-
-_STUCK = """
+_SHARED = """
 import sys, time
-from manus_jax.training.distributed import joined
+import numpy as np
 from manus_jax.config.settings import DistributedSettings
+from manus_jax.data_proto import DataProto
+from manus_jax.errors import UserError, report_error
+from manus_jax.training.job import joined
+
+def play():
+    return DataProto.from_dict({"x": np.arange(5)}, {"uid": list("abcde")}, {"step": 3})
+
+def fail():
+    raise UserError("no server answers")
 
 settings = DistributedSettings(
-    coordinator=sys.argv[1], processes=2, process_id=int(sys.argv[2]), together_s=5
+    coordinator=sys.argv[1], processes=2, process_id=int(sys.argv[2]), timeout_s=5
 )
-with joined(settings, ()) as team:
-    if team.leads:
-        with team.together(do="think"):
+try:
+    with joined(settings) as job:
+        batch = job.from_primary(play)
+        assert batch.batch["x"].tolist() == [0, 1, 2, 3, 4], batch
+        assert batch.non_tensor_batch["uid"].tolist() == list("abcde")
+        assert job.on_primary(lambda: "kept") == ("kept" if job.primary else None)
+        if sys.argv[3] == "error":
+            job.on_primary(fail)
+        if sys.argv[3] == "stuck" and not job.primary:
             time.sleep(3600)
-    for command in team.commands():
-        time.sleep(3600)
+        job.on_primary(lambda: None)
+except BaseException as error:
+    sys.exit(report_error(error))
 """
 
 
-def test_processes_that_live_and_do_not_come_to_an_end_are_ended():
+def run_two(mode):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", _STUCK, address, str(number)],
+            [sys.executable, "-c", _SHARED, address, str(number), mode],
             env={**os.environ, "XLA_FLAGS": ""},
             stderr=subprocess.PIPE,
             text=True,
         )
         for number in range(2)
     ]
-    for process in processes:
-        _, errors = process.communicate(timeout=600)
-        assert process.returncode == 1
-        assert "'think' has taken more than 5 s" in errors.strip().splitlines()[-1]
+    try:
+        if mode == "stuck":
+            _, errors = processes[0].communicate(timeout=300)
+            return [processes[0].returncode], [errors]
+        errors = [process.communicate(timeout=300)[1] for process in processes]
+        return [process.returncode for process in processes], errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_what_process_0_makes_reaches_all():
+    codes, errors = run_two("share")
+    assert codes == [0, 0], errors
+
+
+def test_an_error_of_process_0_ends_all_with_its_message_and_code():
+    codes, errors = run_two("error")
+    assert codes == [2, 2], errors
+    assert "error: no server answers" in errors[0]
+    assert "error: process 0: no server answers" in errors[1]
+
+
+def test_a_process_that_is_stuck_ends_the_others_after_the_timeout():
+    codes, errors = run_two("stuck")
+    assert codes == [1]
+    assert "process 0 waited 5 s (distributed.timeout_s) for the others" in errors[0]

@@ -5,12 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
+from manus_jax.algorithms.batch_advantages import add_advantages
 from manus_jax.algorithms.kl import FixedKL
 from manus_jax.algorithms.recipes import get_recipe
 from manus_jax.data.tasks import Task
-from manus_jax.rollout.batch import RewardAllocation
+from manus_jax.data_proto import DataProto
+from manus_jax.rollout.batch import RewardAllocation, to_batch
+from manus_jax.rollout.groups import drop_singleton_groups, drop_uniform_groups
 from manus_jax.rollout.trajectory import EpisodeSpec, Segment, Trajectory, Turn
-from manus_jax.training.experience import Experience, add_advantages, comparable, with_signal
 
 LAST = RewardAllocation("last_token")
 GRPO = dataclasses.replace(get_recipe("grpo"), kl_placement="none", kl_coef=0.0)
@@ -54,23 +56,30 @@ def episode(group, reward, pieces=((2, 3), (1, 2)), segments=1, name=""):
     return Trajectory(spec, (), "first", tuple(turns), tuple(streams), reward, reward > 0, "done")
 
 
-def advantages(episodes, recipe=GRPO, **fields):
-    experience = Experience.of(episodes, LAST)
-    for key, value in fields.items():
-        filled = [np.where(s.loss_mask, value, 0).astype(np.float32) for s in experience.samples]
-        experience = experience.with_field(key, filled)
-    result, metrics, _ = add_advantages(experience, recipe, FixedKL(recipe.kl_coef))
+def advantages(episodes, recipe=GRPO, **columns):
+    batch = to_batch(episodes, LAST)
+    filled = {
+        key: np.where(batch.batch["loss_mask"], value, 0).astype(np.float32)
+        for key, value in columns.items()
+    }
+    batch = batch.union(DataProto.from_dict(filled))
+    result, metrics, _ = add_advantages(batch, recipe, FixedKL(recipe.kl_coef))
     return result, metrics
+
+
+def on_agent_tokens(batch, name):
+    """The column's values on the agent tokens of each row."""
+    rows = zip(batch.batch[name], batch.batch["loss_mask"], strict=True)
+    return [row[mask] for row, mask in rows]
 
 
 def test_group_advantages_reach_every_agent_token_and_no_other():
     # Scores 1, 0 in one group: mean 0.5, unbiased std sqrt(0.5): (1 - 0.5) / 0.7071 = 0.7071.
     result, metrics = advantages([episode("g", 1.0), episode("g", 0.0)])
     expected = np.sqrt(0.5)
-    for sample, sign in zip(result.samples, (1, -1), strict=True):
-        np.testing.assert_allclose(
-            sample.fields["advantages"], sign * expected * sample.loss_mask, rtol=1e-4
-        )
+    mask = result.batch["loss_mask"]
+    for row, agent, sign in zip(result.batch["advantages"], mask, (1, -1), strict=True):
+        np.testing.assert_allclose(row, sign * expected * agent, rtol=1e-4)
     assert metrics["critic/score/mean"] == pytest.approx(0.5)
 
 
@@ -81,7 +90,7 @@ def test_observation_tokens_move_no_advantage():
     per_token = []
     for episodes in (few, many):
         result, _ = advantages(episodes, recipe, values=0.25)
-        per_token.append([s.fields["advantages"][s.loss_mask] for s in result.samples])
+        per_token.append(on_agent_tokens(result, "advantages"))
     for a, b in zip(*per_token, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
@@ -89,11 +98,39 @@ def test_observation_tokens_move_no_advantage():
 def test_a_forked_memory_gives_the_tokens_of_all_its_segments_the_same_as_one_stream():
     whole, _ = advantages([episode("g", 1.0), episode("g", 0.0)])
     forked, _ = advantages([episode("g", 1.0, segments=2), episode("g", 0.0)])
-    assert len(forked.samples) == 3
-    joined = np.concatenate([s.fields["advantages"][s.loss_mask] for s in forked.samples[:2]])
-    first = whole.samples[0]
-    np.testing.assert_allclose(joined, first.fields["advantages"][first.loss_mask], rtol=1e-5)
-    assert list(forked.groups) == [0, 0, 0]
+    assert len(forked) == 3
+    joined = np.concatenate(on_agent_tokens(forked, "advantages")[:2])
+    np.testing.assert_allclose(joined, on_agent_tokens(whole, "advantages")[0], rtol=1e-5)
+    assert forked.batch["episode_ids"].tolist() == [0, 0, 1]
+    assert forked.non_tensor_batch["group_id"].tolist() == ["g", "g", "g"]
+
+
+def test_gae_of_a_forked_episode_runs_over_its_agent_tokens_in_order():
+    recipe = dataclasses.replace(
+        get_recipe("ppo"), kl_placement="none", kl_coef=0.0, gamma=0.9, lam=0.8, whiten=False
+    )
+    pieces = ((2, 3), (1, 2))
+    for name in ("advantages", "returns"):
+        columns = []
+        for segments in (1, 2):
+            episodes = [episode("g", 1.0, pieces, segments), episode("h", 0.0)]
+            result, _ = advantages(episodes, recipe, values=0.25)
+            columns.append(np.concatenate(on_agent_tokens(result, name)))
+        np.testing.assert_array_equal(*columns)
+
+
+def test_rows_may_come_in_any_order_of_episodes():
+    recipe = dataclasses.replace(get_recipe("ppo"), kl_placement="none", kl_coef=0.0)
+    episodes = [episode("g", 1.0, segments=2), episode("h", 0.0), episode("h", 1.0, segments=2)]
+    batch = to_batch(episodes, LAST)
+    values = np.where(batch.batch["loss_mask"], 0.25, 0).astype(np.float32)
+    batch = batch.union(DataProto.from_dict({"values": values}))
+    expected, _, _ = add_advantages(batch, recipe, FixedKL(0.0))
+    order = np.array([3, 0, 2, 1, 4])  # segments of an episode stay in order
+    shuffled, _, _ = add_advantages(batch[order], recipe, FixedKL(0.0))
+    np.testing.assert_allclose(
+        shuffled.batch["advantages"], expected.batch["advantages"][order], atol=1e-6
+    )
 
 
 def test_gae_by_hand_over_two_turns():
@@ -101,8 +138,7 @@ def test_gae_by_hand_over_two_turns():
     # to the same number for all tokens, so compare returns, which are not whitened.
     recipe = dataclasses.replace(get_recipe("ppo"), kl_placement="none", kl_coef=0.0)
     result, metrics = advantages([episode("g", 1.0), episode("h", 0.0)], recipe, values=0.25)
-    for sample, total in zip(result.samples, (1.0, 0.0), strict=True):
-        returns = sample.fields["returns"][sample.loss_mask]
+    for returns, total in zip(on_agent_tokens(result, "returns"), (1.0, 0.0), strict=True):
         np.testing.assert_allclose(returns, total, atol=1e-5)
     assert metrics["critic/values/mean"] == pytest.approx(0.25)
 
@@ -123,19 +159,18 @@ def test_kl_in_the_reward_lowers_it_by_the_coefficient_times_the_difference():
 
 def test_episodes_that_lost_their_siblings_are_left_out_and_groups_without_signal_too():
     episodes = [episode("a", 1.0), episode("a", 0.0), episode("b", 1.0)]
-    assert [e.group_id for e in comparable(episodes, GRPO)] == ["a", "a"]
-    assert len(comparable(episodes, get_recipe("ppo"))) == 3
+    assert [e.group_id for e in drop_singleton_groups(episodes)] == ["a", "a"]
     episodes = [
         episode("a", 1.0),
         episode("a", 0.0),
         episode("b", 1.0),
         episode("b", 1.0, name="x"),
     ]
-    assert [e.group_id for e in with_signal(episodes)] == ["a", "a"]
+    assert [e.group_id for e in drop_uniform_groups(episodes)] == ["a", "a"]
 
 
 def test_gigpo_tells_apart_steps_from_the_same_state():
     recipe = dataclasses.replace(get_recipe("gigpo"), kl_placement="none", kl_coef=0.0)
     result, _ = advantages([episode("g", 1.0), episode("g", 0.0)], recipe)
-    good, bad = (s.fields["advantages"][s.loss_mask] for s in result.samples)
+    good, bad = on_agent_tokens(result, "advantages")
     assert (good > 0).all() and (bad < 0).all()
