@@ -131,7 +131,7 @@ def test_links_and_paths_exist(guide):
     }
     for anchor in re.findall(r"\]\(#([\w-]+)\)", text):
         assert anchor in anchors, anchor
-    own = {"envs/new_env/", "configs/grpo_new_env.gin"}
+    own = {"envs/new_env/", "configs/envs/new_env.gin"}
     paths = set(
         re.findall(r"`((?:configs|scripts|benchmarks|manus_jax|envs|docs|tests)/[\w./]+)`", text)
     )

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "scripts" / "launch_slurm.sh")
-CONFIG = str(ROOT / "configs" / "grpo_textcraft.gin")
+CONFIG = str(ROOT / "configs" / "envs" / "textcraft.gin")
 
 # sbatch: the variables of --export, then the job itself, here and now.
 SBATCH = r"""#!/usr/bin/env bash
@@ -227,14 +227,14 @@ def test_a_dry_run_prints_the_submission_and_submits_nothing(cluster):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"tensor_parallel": 3}, "8 GPUs of a node are not divisible by --tensor_parallel 3"),
+        ({"tensor_parallel": 3}, "8 GPUs per node are not divisible by --tensor_parallel 3"),
         ({"max_length": ""}, "--max_length is missing"),
-        ({"api_key_file": "/no/such"}, "/no/such is empty or not there"),
-        ({"vllm_nodes": 0}, "--max_length is for vLLM nodes, and --vllm_nodes is 0"),
-        ({"learner_nodes": 0}, "--learner_nodes must be a number from 1 on, not '0'"),
+        ({"api_key_file": "/no/such"}, "/no/such is missing or empty"),
+        ({"vllm_nodes": 0}, "--max_length requires --vllm_nodes > 0"),
+        ({"learner_nodes": 0}, "--learner_nodes must be a number of at least 1, not '0'"),
         ({"gin_file": "none.gin"}, "--gin_file none.gin does not exist"),
         ({"run_dir": "run"}, "must be an absolute path"),
-        ({"run_dir": "/a,b"}, "must not hold a comma"),
+        ({"run_dir": "/a,b"}, "must not contain a comma"),
     ],
 )
 def test_bad_arguments_are_one_line(cluster, change, message):

@@ -149,7 +149,10 @@ def test_whatever_the_trainer_returns_is_returned(tmp_path, code):
     assert done.returncode == code
     given = done.stdout.splitlines()
     assert given[-1] == "--flag=a b"
-    assert f"--gin_file={ROOT}/configs/grpo_maze.gin" in given
+    files = [word for word in given if word.startswith("--gin_file=")]
+    assert files == [
+        f"--gin_file={ROOT}/configs/{name}.gin" for name in ("envs/maze", "recipes/grpo")
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -195,7 +198,7 @@ def test_an_environment_without_a_config_takes_the_base_and_its_own_tasks(tmp_pa
     copy = tmp_path / "project"
     shutil.copytree(ROOT / "scripts", copy / "scripts")
     shutil.copytree(ROOT / "configs", copy / "configs")
-    (copy / "configs" / "ppo_wordle.gin").unlink()
+    (copy / "configs" / "envs" / "wordle.gin").unlink()
     env = fake_python(tmp_path, 'printf "%s\\n" "$@"; exit 0')
     arguments = ("--env_name", "wordle", "--base_port", free_ports(1))
     script = str(copy / "scripts" / "train_ppo.sh")
@@ -203,7 +206,8 @@ def test_an_environment_without_a_config_takes_the_base_and_its_own_tasks(tmp_pa
         [script, *map(str, arguments)], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert f"--gin_file={copy}/configs/ppo_base.gin" in done.stdout
+    assert f"--gin_file={copy}/configs/base.gin" in done.stdout
+    assert f"--gin_file={copy}/configs/recipes/ppo.gin" in done.stdout
     assert "--gin_param=env.names = ['wordle']" in done.stdout
     assert "--gin_param=train.run_dir = 'runs/ppo_wordle'" in done.stdout
 
@@ -225,7 +229,7 @@ def test_an_environment_from_outside_is_served_by_its_place(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert f"--gin_file={ROOT}/configs/ppo_base.gin" in done.stdout
+    assert f"--gin_file={ROOT}/configs/base.gin" in done.stdout
     assert '"outside_' in (tmp_path / "logs/ppo_outside/test.json").read_text()
     assert done.stdout.endswith("--last\n") and not listening(port)
 
@@ -256,7 +260,7 @@ def test_given_servers_are_used_and_none_is_started(tmp_path):
     ("arguments", "message"),
     [
         (["--env_nam", "maze"], "unknown argument '--env_nam'"),
-        (["--gin_param=x = 1"], "what is for the trainer goes after --"),
+        (["--gin_param=x = 1"], "options of the trainer go after --"),
         (["--env_name"], "--env_name needs a value"),
         (["--env_name", "a/b"], "--env_name must be a name"),
         (["--env_name", "chess"], "unknown environment 'chess'"),
@@ -266,9 +270,9 @@ def test_given_servers_are_used_and_none_is_started(tmp_path):
         (["--num_servers", "many"], "--num_servers must be a number"),
         (["--base_port", "70000"], "--base_port must be a number from 1 to 65535"),
         (["--base_port", "65535", "--num_servers", "2"], "leaves no room for 2 servers"),
-        (["--env_name", "maze", "--data_dir", "nowhere"], "nowhere holds no train.parquet"),
+        (["--env_name", "maze", "--data_dir", "nowhere"], "nowhere contains no train.parquet"),
         (["--env_name", "maze", "--env_urls", "http://a:1"], "no directory data/maze"),
-        (["--exp_name_suffix", "it's"], "must not hold quotes"),
+        (["--exp_name_suffix", "it's"], "must not contain quotes"),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(tmp_path, arguments, message):
@@ -285,7 +289,7 @@ def test_a_port_in_use_is_told_and_exit_code_2(tmp_path):
         port = other.getsockname()[1]
         done = run(tmp_path, "grpo", "--env_name", "maze", "--base_port", port)
     assert done.returncode == 2
-    assert f"the server on port {port} ended" in done.stderr and "cannot listen" in done.stderr
+    assert f"the server on port {port} exited" in done.stderr and "cannot listen" in done.stderr
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
@@ -295,7 +299,7 @@ def test_the_help_names_every_option(tmp_path, algorithm):
     source = (ROOT / "scripts" / "train_common.sh").read_text()
     options = set(re.findall(r"--[a-z_]+", re.search(r"\n( +--env_name \|.*)\)\n", source)[1]))
     assert len(options) == 7 and all(option in done.stdout for option in options)
-    assert f"configs/{algorithm}_NAME.gin" in done.stdout
+    assert f"configs/recipes/{algorithm}.gin" in done.stdout
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
