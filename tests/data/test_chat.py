@@ -249,6 +249,7 @@ def test_the_end_of_turn_is_found_where_eos_is_another_token():
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "openmanus_rl"
 
 
+@pytest.mark.bug("B17")
 @pytest.mark.parametrize("name", ["babyai-val", "textcraft-val", "weather-val"])
 def test_real_conversations_train_on_what_the_agent_said_and_nothing_else(name):
     path = REAL / f"{name}.parquet"

@@ -166,6 +166,7 @@ def test_the_oracle_is_the_ceiling_and_chance_the_floor(
     assert "evaluate 80/80  random success" in shown
 
 
+@pytest.mark.bug("B9")
 def test_validation_in_training_is_the_same_code() -> None:
     panel = Panel(tuple(split_tasks("maze", "test", 4)))
     ended: list[int] = []

@@ -20,6 +20,7 @@ def test_every_embedded_environment_is_in_the_table() -> None:
     assert set(EMBEDDED) <= set(ENVIRONMENTS)
 
 
+@pytest.mark.bug("B2")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.java) if name == "sciworld" else name for name in NAMES],

@@ -5,8 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from report_runs import NASTY, new_run, played, small_run
-from test_report_page import Outline, nasty_run
+from report_runs import NASTY, Outline, nasty_run, new_run, played, small_run
 
 from manus_jax.reporting.page import write_report
 from manus_jax.rollout.trajectory import FailedEpisode

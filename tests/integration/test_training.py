@@ -62,6 +62,7 @@ def without_clock(lines):
     return [{k: v for k, v in line.items() if not any(o in k for o in own)} for line in lines]
 
 
+@pytest.mark.bug("B34")
 def test_a_run_that_is_killed_again_and_again_ends_to_the_bit_where_an_untouched_one_does(tmp_path):
     more = ("train.total_steps = 5", "algorithm.recipe = 'grpo'", "train.save_freq = 2")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -132,6 +133,7 @@ def error_of(capsys, monkeypatch, *args):
     return text
 
 
+@pytest.mark.bug("B5")
 @pytest.mark.parametrize(
     ("param", "message"),
     [

@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from manus_jax.models.architecture import Architecture
@@ -38,6 +39,7 @@ def test_a_critic_starts_from_the_policys_backbone_and_values_nothing_yet():
     assert np.isfinite(np.asarray(critic["backbone"]["norm"])).all()
 
 
+@pytest.mark.bug("B18")
 def test_a_value_is_of_the_state_before_its_token():
     graphdef, _ = abstract_model(Critic, ARCH, Compute())
     policy = init_params(Transformer, ARCH, Compute(), 0)

@@ -56,6 +56,7 @@ def test_penalties_sit_on_their_turn_and_in_the_total() -> None:
     assert rewards(trajectory, "last_token") == [[0] * 9 + [0.5]]
 
 
+@pytest.mark.bug("B36")
 def test_a_score_replaces_the_environments_reward() -> None:
     outcome = dataclasses.replace(two_turns(), score=Score(3.0))
     assert rewards(outcome, "per_turn") == [[0] * 9 + [3.0]]
@@ -63,6 +64,7 @@ def test_a_score_replaces_the_environments_reward() -> None:
     assert rewards(process, "per_turn") == [[0, 0, 0, 0, 0.5, 0, 0, 0, 0, 2.5]]
 
 
+@pytest.mark.bug("B3")
 @pytest.mark.parametrize("name", NAMES)
 def test_token_rewards_add_up_to_the_episodes_reward_on_agent_tokens(name: str) -> None:
     rng = np.random.default_rng(0)
@@ -109,6 +111,7 @@ def test_samples_are_packed_and_cut_at_turns_by_the_learner() -> None:
     assert packed.arrays["token_rewards"].sum() == pytest.approx(1.25)
 
 
+@pytest.mark.bug("B15")
 def test_a_batch_holds_every_turn_whatever_its_length() -> None:
     proto = to_data_proto([two_turns(), forked()], RewardAllocation("per_turn"), pad_id=12)
     assert len(proto) == 3
@@ -136,6 +139,7 @@ def test_a_batch_holds_every_turn_whatever_its_length() -> None:
     assert rows["group_id"] == ["maze_3"] * 3
 
 
+@pytest.mark.bug("B29")
 @pytest.mark.parametrize("length", [10, 11, 32])
 def test_a_row_may_be_exactly_as_long_as_its_segment(length: int) -> None:
     proto = to_data_proto([two_turns()], RewardAllocation(), length=length)
@@ -144,6 +148,7 @@ def test_a_row_may_be_exactly_as_long_as_its_segment(length: int) -> None:
     assert proto.batch["token_level_rewards"].sum() == 1.0
 
 
+@pytest.mark.bug("B15")
 def test_a_segment_longer_than_a_row_is_an_error_and_loses_no_reward_silently() -> None:
     with pytest.raises(ValueError, match="a segment has 10 tokens and a row 9"):
         to_data_proto([two_turns()], RewardAllocation(), length=9)

@@ -1,7 +1,4 @@
-"""Mistakes that earlier systems made, where no other test would notice that they came back.
-
-`test_every_mistake_is_covered.py` has the whole list.
-"""
+"""Bugs of OpenManus-RL that no other test covers; `test_every_bug_is_covered.py` lists them all."""
 
 import dataclasses
 import json
@@ -49,12 +46,14 @@ def episode(group, reward=1.0):
     return Trajectory(spec, (), "Go.", turns, (segment,), reward, reward > 0, "done")
 
 
+@pytest.mark.bug("B7")
 def test_ppo_has_a_reference_and_its_kl_coefficient_is_the_one_that_was_set():
     assert make_recipe(AlgorithmSettings(recipe="ppo")).needs_reference
     set_to = make_recipe(AlgorithmSettings(recipe="ppo", kl_coef=0.5))
     assert set_to.kl_coef == 0.5 and set_to.kl_placement == "reward"
 
 
+@pytest.mark.bug("B8")
 @pytest.mark.parametrize(("lam", "wanted"), [(0.0, [0.0, 0.5]), (1.0, [0.5, 0.5])])
 def test_lam_is_read_by_the_name_it_is_set_by(lam, wanted):
     recipe = make_recipe(AlgorithmSettings(recipe="ppo", lam=lam, gamma=1.0))
@@ -69,6 +68,7 @@ def test_lam_is_read_by_the_name_it_is_set_by(lam, wanted):
     assert adv.tolist() == [wanted]
 
 
+@pytest.mark.bug("B9")
 def test_val_only_validates_and_trains_nothing(tmp_path):
     params = (
         "env.names = ['maze']",
@@ -101,6 +101,7 @@ def test_val_only_validates_and_trains_nothing(tmp_path):
     assert not (tmp_path / "export").exists()
 
 
+@pytest.mark.bug("B14")
 def test_parameters_and_moments_are_float32_and_take_the_smallest_step_though_products_are_not():
     sizes = Architecture("qwen3", 64, 16, 32, 1, 2, 1, 8, qkv_bias=False, qk_norm=True)
     _, shapes = abstract_model(Transformer, sizes, Compute(dtype=jnp.bfloat16))
@@ -114,6 +115,7 @@ def test_parameters_and_moments_are_float32_and_take_the_smallest_step_though_pr
     np.testing.assert_allclose(weights["kernel"] + updates["kernel"], 0.02 - 1e-6, rtol=1e-6)
 
 
+@pytest.mark.bug("B21")
 def test_the_defaults_warm_up_for_no_part_of_the_run_and_sample_from_the_whole_distribution():
     assert OptimizerSettings().warmup_steps == 0
     assert (RolloutGroup().temperature, RolloutGroup().top_p, RolloutGroup().top_k) == (1.0, 1.0, 0)
@@ -131,6 +133,7 @@ class Recorder:
         return {"loss": float(len(self.batches)), "update_skipped": 0.0}
 
 
+@pytest.mark.bug("B22")
 def test_every_epoch_takes_every_group_once_in_another_order_and_metrics_are_of_all_updates():
     experience = Experience.of(
         [episode(g, r) for g in range(6) for r in (0, 1)], RewardAllocation()
@@ -155,6 +158,7 @@ def test_every_epoch_takes_every_group_once_in_another_order_and_metrics_are_of_
     assert metrics["actor/loss"] == 5.0  # the mean of 1 to 9, not the last
 
 
+@pytest.mark.bug("B30")
 def test_a_padding_id_that_is_the_end_of_turn_hides_no_token():
     proto = to_data_proto([episode(0)], RewardAllocation(), pad_id=EOS, length=9)
     assert proto.batch["attention_mask"].tolist() == [[True] * 7 + [False] * 2]
@@ -163,6 +167,7 @@ def test_a_padding_id_that_is_the_end_of_turn_hides_no_token():
     assert proto.batch["token_level_rewards"].tolist() == [[0, 0, 0, 0, 0, 0, 1, 0, 0]]
 
 
+@pytest.mark.bug("B32")
 def test_validation_rows_that_are_also_training_rows_are_not_trained_on(tmp_path):
     train_file, val_file = tmp_path / "train.json", tmp_path / "val.json"
     train_file.write_text(json.dumps([f"maze_{n}" for n in range(10)]))
