@@ -430,6 +430,7 @@ def test_a_closed_pool_and_an_environment_that_is_not_open_are_refused(url: str)
         played(pool, "textcraft", winning)
 
 
+@pytest.mark.slow
 @pytest.mark.bug("B31")
 def test_thousands_of_leases_leave_nothing_behind(stub: TextcraftStub, url: str) -> None:
     pool = EnvironmentPool({"textcraft": [url]}, PoolSettings(sessions_per_server=32))

@@ -68,6 +68,7 @@ def test_lam_is_read_by_the_name_it_is_set_by(lam, wanted):
     assert adv.tolist() == [wanted]
 
 
+@pytest.mark.slow
 @pytest.mark.bug("B9")
 def test_val_only_validates_and_trains_nothing(tmp_path):
     params = (

@@ -208,6 +208,7 @@ def test_text_that_would_merge_across_the_boundary_stays_apart(chatml):
 texts = st.text(max_size=12) | st.sampled_from(["\n\n x", " Action:\nget 1", "<tag>", "  "])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     opening=texts,
@@ -384,6 +385,7 @@ def test_a_trained_tokenizer_survives_saving_and_is_deterministic(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_another_process_trains_the_same_tokenizer():
     script = (
         "import sys; from manus_jax.data.chat import train_tokenizer;"

@@ -369,6 +369,7 @@ def test_epochs_sources_and_seeds_have_orders_of_their_own():
     assert order("a", 0) == orders[0]
 
 
+@pytest.mark.slow
 def test_the_order_is_the_same_in_another_process():
     script = (
         "from manus_jax.data.tasks import Mixture, Task;"

@@ -69,6 +69,7 @@ def play(guide, cwd):
                 execute([sys.executable, *arguments], cwd)
 
 
+@pytest.mark.slow
 @pytest.mark.bug("B6")
 def test_the_extension_guide_runs_from_its_first_line_to_its_last(tmp_path):
     play(ROOT / "docs" / "extending.md", tmp_path)

@@ -53,6 +53,7 @@ def kernels(design, mesh, fields):
     return text.count(KERNEL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hardware, devices", [("gpus_one_host", 4), ("gpus_many_hosts", 8)])
 def test_the_policy_update_takes_the_gpus_kernel_forward_and_backward(
     hardware, devices, monkeypatch
@@ -65,6 +66,7 @@ def test_the_policy_update_takes_the_gpus_kernel_forward_and_backward(
     assert kernels(design, mesh, policy_fields(recipe)) >= 3
 
 
+@pytest.mark.slow
 def test_the_update_of_the_critic_does_too(monkeypatch):
     config = settings_of("ppo", "gpus_one_host", monkeypatch)
     mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=jax.devices()[:4])

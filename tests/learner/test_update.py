@@ -81,6 +81,7 @@ def one_device():
     return updated_params(ragged_samples(), Layout(2, 8, 64), (1, 1, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)])
 def test_every_mesh_gives_the_parameters_of_one_device(sizes, one_device):
     params, metrics = updated_params(ragged_samples(), Layout(2, 8, 64), sizes)
@@ -88,6 +89,7 @@ def test_every_mesh_gives_the_parameters_of_one_device(sizes, one_device):
     chex.assert_trees_all_close(metrics, one_device[1], rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.bug("B22")
 @pytest.mark.parametrize("layout", [Layout(11, 1, 64), Layout(6, 2, 64), Layout(3, 4, 128)])
 def test_every_micro_batching_gives_the_same_parameters(layout, one_device):
@@ -96,6 +98,7 @@ def test_every_micro_batching_gives_the_same_parameters(layout, one_device):
     chex.assert_trees_all_close(metrics, one_device[1], rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["ppo", "grpo", "dapo", "gspo", "cispo", "rloo"])
 def test_packed_gradients_equal_unpacked_ones_over_the_whole_tree(recipe):
     samples = ragged_samples(1)
@@ -115,6 +118,7 @@ def test_packed_gradients_equal_unpacked_ones_over_the_whole_tree(recipe):
     chex.assert_trees_all_close(grads["packed"], grads["alone"], atol=2e-6, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_gradient_equals_a_naive_loss_on_padded_rows():
     """Against autodiff through full logits, one padded row per sample, no packing, no loop."""
     samples = with_loss_weights(ragged_samples(2, count=5), "token-mean")
@@ -149,6 +153,7 @@ def test_gradient_equals_a_naive_loss_on_padded_rows():
     chex.assert_trees_all_close(ours, expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_ten_steps_of_varying_data_compile_once():
     mesh = make_mesh(1, 2, 1, devices=jax.devices()[:2])
     _, shapes = abstract_model(Transformer, ARCH, Compute())
@@ -163,6 +168,7 @@ def test_ten_steps_of_varying_data_compile_once():
     assert int(state.step) == 10 and int(state.skipped) == 0
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
     mesh = make_mesh(devices=jax.devices()[:1])
     _, shapes = abstract_model(Transformer, ARCH, Compute())
@@ -177,6 +183,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
     assert float(metrics["update_skipped"]) == 1 and int(state.skipped) == 1
 
 
+@pytest.mark.slow
 def test_the_critic_objective_learns_the_returns():
     mesh = make_mesh(devices=jax.devices()[:1])
     graphdef, shapes = abstract_model(Critic, ARCH, Compute())
@@ -191,6 +198,7 @@ def test_the_critic_objective_learns_the_returns():
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.slow
 def test_remat_policies_and_entropy_leave_the_gradient_as_it_was():
     samples = ragged_samples(3, count=4)
     packed = packed_batch(samples, Layout(1, 4, 64))
@@ -220,6 +228,7 @@ def test_meshes_and_batches_that_do_not_fit_say_so():
         param_spec("backbone/layers/q_proj", (2, 12, 32), make_mesh(1, 1, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.bug("B21", "B22")
 def test_schedules_by_hand():
     warm = learning_rate(1.0, "linear", 4, 14, 0.5)

@@ -4,12 +4,15 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from manus_jax.learner import objectives
 from manus_jax.learner.packing import Layout, Sample, pack, with_loss_weights
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import AttentionKernel, attention
 from manus_jax.models.transformer import Compute, Transformer, abstract_model, init_params
+
+pytestmark = pytest.mark.slow
 
 SPLASH = AttentionKernel("splash", interpret=True)
 

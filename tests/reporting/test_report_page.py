@@ -52,6 +52,7 @@ def test_json_in_a_script_has_no_character_of_markup() -> None:
     assert json.loads(text) == {"a": "</script><!--&\u2028\ud800"}
 
 
+@pytest.mark.slow
 def test_a_long_run_gives_a_small_page(tmp_path: Path) -> None:
     directory, tokenizer = new_run(tmp_path)
     names = [f"some/metric_{i}" for i in range(40)]

@@ -219,6 +219,7 @@ def test_huge_texts_are_read_in_one_pass(name: str, unit: str) -> None:
     FORMATS[name].parse(unit * (400_000 // len(unit)), style)
 
 
+@pytest.mark.slow
 def test_nested_code_and_json_do_not_overflow_the_small_stack_of_an_episode() -> None:
     script = f"""
 import threading

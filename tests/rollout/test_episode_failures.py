@@ -66,6 +66,7 @@ def failing_once(fault: Callable[[], None]) -> Callable[[Request, str], str]:
     return script
 
 
+@pytest.mark.slow
 @pytest.mark.bug("B28")
 def test_an_environment_that_dies_in_mid_episode_is_played_again_on_a_fresh_one(
     engine_of: EngineOf,
@@ -87,6 +88,7 @@ def test_an_environment_that_dies_in_mid_episode_is_played_again_on_a_fresh_one(
     assert engine.open_sessions == set()
 
 
+@pytest.mark.slow
 def test_an_environment_that_hangs_in_mid_episode_is_given_up_in_time(
     engine_of: EngineOf,
 ) -> None:

@@ -22,6 +22,8 @@ from manus_jax.training.checkpoints import (
     find_checkpoint,
 )
 
+pytestmark = pytest.mark.slow
+
 ARCH = Architecture("qwen3", 64, 32, 64, 2, 8, 8, 8, qk_norm=True)
 OPTIMIZER = optax.adamw(1e-3)
 

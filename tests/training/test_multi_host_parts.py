@@ -140,6 +140,7 @@ with joined(settings, ()) as team:
 """
 
 
+@pytest.mark.slow
 def test_processes_that_live_and_do_not_come_to_an_end_are_ended():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
