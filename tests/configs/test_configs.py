@@ -100,7 +100,7 @@ def test_every_environment_has_a_config():
 def test_a_training_config_fits_together(env, recipe, monkeypatch):
     config = composed(env, recipe, monkeypatch)
     recipe = assembly.make_recipe(config.algorithm)
-    assembly._check_sizes(config, recipe)
+    assembly.check_sizes(config, recipe)
     RewardSettings(config.algorithm.reward, config.algorithm.reward_parameters)
     check_play(config.env, make_rollout(config.rollout, config.train.seed))
     check_batch(
