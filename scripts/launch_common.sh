@@ -1,6 +1,6 @@
-# What the launch_*.sh share: one line for a mistake, and commands that are run or only printed.
+# Functions shared by the launch_*.sh scripts: argument checks, error messages and dry runs.
 # shellcheck shell=bash
-# shellcheck disable=SC2034,SC2154 # options are set, and pool_options read, by whoever sources this
+# shellcheck disable=SC2034,SC2154 # options are set, and pool_options is read, by the sourcing script
 
 die() {
   echo "$(basename "$0"): $*" >&2
@@ -9,25 +9,25 @@ die() {
 
 say() { echo "$(basename "$0"): $*" >&2; }
 
-# A text that can stand between quotes in a gin binding, a shell and a manifest.
+# Accepts only text that is safe between quotes in a gin binding, a shell command and a manifest.
 require_plain() {
   case $2 in
-    *[\'\"\\\$\`]* | *$'\n'*) die "$1 must not hold quotes, backslashes, dollars or newlines" ;;
+    *[\'\"\\\$\`]* | *$'\n'*) die "$1 must not contain quotes, backslashes, dollar signs or newlines" ;;
   esac
 }
 
 require_number() {
   if ! [[ $2 =~ ^[0-9]{1,6}$ ]] || (($2 < ${3:-0})); then
-    die "$1 must be a number from ${3:-0} on, not '$2'"
+    die "$1 must be a number of at least ${3:-0}, not '$2'"
   fi
 }
 
 require_name() {
   [[ $2 =~ ^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$ ]] ||
-    die "$1 must be at most 40 small letters, digits and dashes, not '$2'"
+    die "$1 must be at most 40 lower-case letters, digits and dashes, not '$2'"
 }
 
-# Every named option must have a value.
+# Fails unless every named option has a value.
 require_options() {
   local option
   for option in "$@"; do
@@ -35,7 +35,7 @@ require_options() {
   done
 }
 
-# The words as a shell would have to be given them.
+# Prints the words quoted for a shell.
 quoted() {
   local word line=''
   for word in "$@"; do
@@ -45,8 +45,8 @@ quoted() {
   echo "${line# }"
 }
 
-# Runs a command, or prints it.
-do_or_say() {
+# Runs a command, or prints it in a dry run.
+run_or_print() {
   if [[ -n $dry_run ]]; then
     quoted "$@"
   else
@@ -54,7 +54,7 @@ do_or_say() {
   fi
 }
 
-# The trainer's options for a pool that writes its addresses to a file; sets pool_options.
+# Sets pool_options: the trainer's options for vLLM servers that write their addresses to a file.
 pool_options_for() {
   pool_options=(
     "--gin_param=engine.name = 'vllm'"

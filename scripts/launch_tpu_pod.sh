@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Trains on a Cloud TPU slice, all of its hosts: requests it, installs, runs, starts again after a
-# preemption, deletes it at the end. --help says more.
+# Trains on all hosts of a Cloud TPU slice: requests it, installs the project, runs the trainer, starts
+# again after a preemption and deletes the slice at the end. See --help.
 #
-# The one idea: a run is a command that resumes. Whatever takes the slice away, a new one is asked
-# for and given the same command, until that ends by itself.
+# The trainer's command resumes a run, so when a slice is lost, this script requests a new one and runs
+# the same command there.
 set -uo pipefail
 # shellcheck source=scripts/launch_common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/launch_common.sh"
@@ -12,46 +12,51 @@ usage() {
   cat <<'EOF2'
 usage: scripts/launch_tpu_pod.sh [options] [-- options of python -m manus_jax.train]
 
-  --project P --zone Z         where
-  --name NAME                  of the queued resource and its node
+  --project P --zone Z         location of the slice
+  --name NAME                  name of the queued resource and its node
   --accelerator_type TYPE      v5litepod-64, v5p-32, v6e-16, ...
   --runtime_version VERSION    v2-alpha-tpuv5-lite, v2-alpha-tpuv5, v2-alpha-tpuv6e, ...
-  --gin_file FILE              a config of this source tree
-  --run_dir DIR                train.run_dir, on a file system that outlives the slice and all hosts see
-  --mount SOURCE=DIR           put there on every host: gs://BUCKET=DIR, or HOST:/PATH=DIR for NFS;
-                               as often as needed
-  --address_file FILE          where vLLM servers write their addresses; with it, they generate
-  --weights_dir DIR            where they find new weights; hosts and servers see both at these paths
-  --api_key_file FILE          the servers' key, or VLLM_API_KEY in the environment; copied to the
-                               hosts as a file and never part of a command
-  --create_option=OPTION       given to gcloud ... queued-resources create; as often as needed
-  --spot                       of preemptible capacity
-  --log_dir DIR                what the hosts print, a file for each slice (logs/NAME)
-  --max_restarts N             slices asked for again, at most (100)
-  --poll_seconds N             between two looks at the request (30)
-  --keep                       leaves the slice at the end
-  --dry_run                    prints the commands, one a line, and runs none
+  --gin_file FILE              config in this source tree; repeatable, later files override
+  --run_dir DIR                train.run_dir, on a file system that all hosts share and that outlives the slice
+  --mount SOURCE=DIR           mounted on every host: gs://BUCKET=DIR, or HOST:/PATH=DIR for NFS;
+                               repeatable
+  --address_file FILE          generate with vLLM servers, which write their addresses to this file
+  --weights_dir DIR            new weights for the servers; hosts and servers share both paths
+  --api_key_file FILE          the servers' key (or set VLLM_API_KEY); copied to the hosts as a
+                               file, never part of a command
+  --create_option=OPTION       option for gcloud ... queued-resources create; repeatable
+  --spot                       request preemptible capacity
+  --log_dir DIR                output of the hosts, one file per slice (logs/NAME)
+  --max_restarts N             maximum number of new slices after the first (100)
+  --poll_seconds N             interval between checks of the request (30)
+  --keep                       do not delete the slice at the end
+  --dry_run                    print the commands, one per line, without running them
 
-Returns the trainer's exit code. A trainer that was asked to stop (143), and a slice that is suspended
-or failed, are started again. Ctrl-C lets the trainer save, and deletes the slice.
+The exit code is the trainer's. If the trainer was asked to stop (143), or the slice is suspended or has
+failed, a new slice is requested. Ctrl-C lets the trainer save and deletes the slice.
 EOF2
 }
 
 parse_arguments() {
-  project='' zone='' name='' accelerator_type='' runtime_version='' gin_file='' run_dir=''
+  project='' zone='' name='' accelerator_type='' runtime_version='' gin_file=() run_dir=''
   address_file='' weights_dir='' api_key_file='' log_dir='' max_restarts=100 poll_seconds=30
   mounts=() create_options=() trainer_options=() keep='' dry_run=''
   while (($#)); do
     case $1 in
-      --project | --zone | --name | --accelerator_type | --runtime_version | --gin_file | --run_dir | \
+      --project | --zone | --name | --accelerator_type | --runtime_version | --run_dir | \
         --address_file | --weights_dir | --api_key_file | --log_dir | --max_restarts | --poll_seconds)
         (($# > 1)) || die "$1 needs a value"
         require_plain "$1" "$2"
         printf -v "${1#--}" %s "$2"
         shift 2
         ;;
+      --gin_file)
+        require_plain "$1" "${2-}"
+        gin_file+=("${2-}")
+        shift 2
+        ;;
       --mount)
-        [[ ${2-} == *?=/?* ]] || die "--mount is SOURCE=DIR, such as gs://bucket=/mnt/runs"
+        [[ ${2-} == *?=/?* ]] || die "--mount must be SOURCE=DIR, such as gs://bucket=/mnt/runs"
         mounts+=("$2")
         shift 2
         ;;
@@ -61,27 +66,30 @@ parse_arguments() {
       --dry_run) dry_run=1 && shift ;;
       -h | --help) usage && exit 0 ;;
       --) shift && trainer_options=("$@") && break ;;
-      *) die "unknown argument '$1'; --help lists them, and what is for the trainer goes after --" ;;
+      *) die "unknown argument '$1'; see --help; options of the trainer go after --" ;;
     esac
   done
   require_options project zone name accelerator_type runtime_version gin_file run_dir
   require_number --max_restarts "$max_restarts"
   require_number --poll_seconds "$poll_seconds"
   require_name --name "$name"
-  [[ ${address_file:+given} == "${weights_dir:+given}" ]] || die "--address_file and --weights_dir go together: servers need both"
+  [[ ${address_file:+given} == "${weights_dir:+given}" ]] || die "--address_file and --weights_dir must be given together"
   [[ $run_dir == /* ]] || die "--run_dir must be an absolute path on a shared file system, not '$run_dir'"
   root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-  gin_file=${gin_file#"$root/"}
-  [[ $gin_file != /* && -f $root/$gin_file ]] || die "--gin_file $gin_file is no file of $root, which is what gets copied"
-  [[ -z $api_key_file || -s $api_key_file ]] || die "--api_key_file $api_key_file is empty or not there"
-  [[ -n $dry_run ]] || command -v gcloud >/dev/null || die "there is no gcloud on PATH"
+  gin_file=("${gin_file[@]#"$root/"}")
+  local file
+  for file in "${gin_file[@]}"; do
+    [[ $file != /* && -f $root/$file ]] || die "--gin_file $file is not in $root, which is copied to the hosts"
+  done
+  [[ -z $api_key_file || -s $api_key_file ]] || die "--api_key_file $api_key_file is missing or empty"
+  [[ -n $dry_run ]] || command -v gcloud >/dev/null || die "gcloud is not on PATH"
   log_dir=${log_dir:-logs/$name}
   where=("--project=$project" "--zone=$zone")
 }
 
-# The trainer's command, as the hosts run it.
+# Sets train: the trainer's command on the hosts.
 trainer_command() {
-  train=(.venv/bin/python -m manus_jax.train "--gin_file=$gin_file" "--gin_param=train.run_dir = '$run_dir'")
+  train=(.venv/bin/python -m manus_jax.train "${gin_file[@]/#/--gin_file=}" "--gin_param=train.run_dir = '$run_dir'")
   if [[ -n $address_file ]]; then
     pool_options_for "$address_file" "$weights_dir"
     train+=("${pool_options[@]}")
@@ -89,17 +97,17 @@ trainer_command() {
   train+=("${trainer_options[@]}")
 }
 
-queue() { do_or_say gcloud compute tpus queued-resources "$1" "$name" "${where[@]}" "${@:2}"; }
+queue() { run_or_print gcloud compute tpus queued-resources "$1" "$name" "${where[@]}" "${@:2}"; }
 
-# A command on every host: its words are quoted here once, for the shell there.
+# Runs a command on every host; its words are quoted for the remote shell.
 on_hosts() {
-  do_or_say gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker=all \
+  run_or_print gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker=all \
     "--command=$(quoted bash manus_jax/scripts/tpu_worker.sh "$@")"
 }
 
-copy() { do_or_say gcloud compute tpus tpu-vm scp "$1" "$name:$2" "${where[@]}" --worker=all; }
+copy() { run_or_print gcloud compute tpus tpu-vm scp "$1" "$name:$2" "${where[@]}" --worker=all; }
 
-# The request's state; unknown when gcloud could not tell, three times.
+# Prints the state of the request, or 'unknown' after three failed queries.
 state_of() {
   local i state
   for ((i = 0; i < 3; i++)); do
@@ -112,7 +120,7 @@ state_of() {
   echo unknown
 }
 
-# Asks for the slice and waits for it; fails when it will not come.
+# Requests the slice and waits until it is active; returns 1 if the request fails, 2 if it is refused.
 request_slice() {
   queue create "--node-id=$name" "--accelerator-type=$accelerator_type" \
     "--runtime-version=$runtime_version" "${create_options[@]}" || return 2
@@ -134,18 +142,18 @@ request_slice() {
   done
 }
 
-# The project, its key and its mounts on every host.
+# Installs the project, the key and the mounts on every host.
 install() {
-  do_or_say tar -czf "$scratch/manus_jax.tgz" -C "$root" --exclude=__pycache__ \
+  run_or_print tar -czf "$scratch/manus_jax.tgz" -C "$root" --exclude=__pycache__ \
     manus_jax envs configs scripts pyproject.toml README.md LICENSE || return
   copy "$scratch/manus_jax.tgz" manus_jax.tgz || return
-  do_or_say gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker=all \
+  run_or_print gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker=all \
     '--command=mkdir -p manus_jax .manus_jax && chmod 700 .manus_jax && tar -xzf manus_jax.tgz -C manus_jax' || return
   if [[ -n $key ]]; then copy "$key" .manus_jax/api_key || return; fi
   on_hosts install "${mounts[@]}"
 }
 
-# Follows the trainer to its end, also over connections that break; its exit code.
+# Follows the trainer to its end, reconnecting if necessary, and returns its exit code.
 train_once() {
   local broken code
   for ((broken = 0; ; broken++)); do
@@ -160,7 +168,7 @@ train_once() {
     following=''
     ((code == 255 && broken < 10)) || return "$code"
     [[ $(state_of) == ACTIVE ]] || return "$code"
-    say "the connection broke; joining again"
+    say "the connection was lost; reconnecting"
     sleep "$poll_seconds"
   done
 }
@@ -175,7 +183,7 @@ delete_slice() {
     fi
     sleep "$poll_seconds"
   done
-  say "$name could not be deleted: do it by hand, it costs money"
+  say "$name could not be deleted; delete it by hand to stop the charges"
   return 1
 }
 
@@ -187,7 +195,7 @@ finish() {
   exit "$code"
 }
 
-# Lets the trainer save before the slice goes.
+# Lets the trainer save before the slice is deleted.
 stop() {
   trap '' INT TERM
   say "stopping"
@@ -217,7 +225,7 @@ main() {
   for ((attempt = 1; ; attempt++)); do
     request_slice
     code=$?
-    ((code != 2)) || exit 1 # gcloud has said why
+    ((code != 2)) || exit 1 # gcloud has printed the reason
     if ((code == 0)); then
       { install && train_once; }
       code=$?
@@ -235,7 +243,7 @@ main() {
       exit "$code"
     fi
     ((attempt <= max_restarts)) || { say "$name was lost $attempt times"; exit "$code"; }
-    say "$name is $state, the trainer ended with $code: asking again"
+    say "$name is $state, the trainer ended with $code; requesting a new slice"
     delete_slice || exit 1
     sleep "$poll_seconds"
   done

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# N vLLM servers on one machine, one after the other's port, until Ctrl-C.
+# Runs N vLLM servers on one machine, on consecutive ports, until Ctrl-C.
 #
 #   MANUS_JAX_VLLM_PYTHON=vllm/bin/python scripts/serve_vllm.sh DIR [N [PORT]] [-- options]
 #
-# DIR is a Hugging Face directory or one with published versions. With GPUs (CUDA_VISIBLE_DEVICES, or
-# all that nvidia-smi finds) each server gets TENSOR_PARALLEL of them (1), and N is how many that
-# makes; without, N is 1. HOST is where they listen (127.0.0.1); a private address needs a key,
-# VLLM_API_KEY or --api-key-file. Each says "serving URL" when it is ready.
-# Options are those of python -m manus_jax.serve, and after a second -- vLLM's own.
+# DIR is a Hugging Face directory or a directory of published versions. With GPUs
+# (CUDA_VISIBLE_DEVICES, or all that nvidia-smi lists), each server gets TENSOR_PARALLEL of them
+# (default 1) and N defaults to as many servers as that allows; without GPUs, N defaults to 1. HOST is
+# the address to listen on (127.0.0.1); a private address requires a key, in VLLM_API_KEY or
+# --api-key-file. Each server prints "serving URL" when it is ready. Options after -- are those of
+# python -m manus_jax.serve; options after a second -- are vLLM's.
 set -euo pipefail
 
 die() {
@@ -25,7 +26,7 @@ if (($#)) && [[ $1 != -- ]]; then count=$1 && shift; fi
 if (($#)) && [[ $1 != -- ]]; then port=$1 && shift; fi
 if (($#)); then shift; fi
 for number in "${count:-1}" "$port" "$group"; do
-  [[ $number =~ ^[1-9][0-9]*$ ]] || die "'$number' is no number from 1 on"
+  [[ $number =~ ^[1-9][0-9]*$ ]] || die "'$number' is not a positive number"
 done
 
 visible=${CUDA_VISIBLE_DEVICES-}
@@ -38,7 +39,7 @@ if ((${#gpus[@]} && (count == 0 || count * group > ${#gpus[@]}))); then
   die "$count servers x TENSOR_PARALLEL $group = $((count * group)) GPUs, and there are ${#gpus[@]}: $visible"
 fi
 
-# Options of this project's come before a --, vLLM's after it.
+# Options of manus_jax.serve come before a second --, vLLM's after it.
 own=() theirs=()
 if ((group > 1)); then theirs+=(--tensor-parallel-size "$group"); fi
 while (($#)) && [[ $1 != -- ]]; do own+=("$1") && shift; done

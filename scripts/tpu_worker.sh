@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# What launch_tpu_pod.sh runs on every worker of a slice; nobody else needs it.
+# Runs on every worker of a TPU slice, called by launch_tpu_pod.sh.
 #
-#   tpu_worker.sh install [MOUNT...]       the project and its mounts; MOUNT is gs://BUCKET=DIR or HOST:/PATH=DIR
-#   tpu_worker.sh run ATTEMPT -- COMMAND   starts the command, or joins it, and follows it to its end
-#   tpu_worker.sh stop                     asks it to save and leave, and waits until it has
+#   tpu_worker.sh install [MOUNT...]       installs the project; MOUNT is gs://BUCKET=DIR or HOST:/PATH=DIR
+#   tpu_worker.sh run ATTEMPT -- COMMAND   starts the command, or attaches to it, and waits for its end
+#   tpu_worker.sh stop                     asks the command to save and exit, and waits for it
 #
-# The one idea: the command lives on when the connection does not. `run` with the same ATTEMPT joins
-# what runs already, and gives the exit code of what has ended meanwhile.
+# The command keeps running when the connection is lost. `run` with the same ATTEMPT attaches to the
+# running command, or returns its exit code if it has ended in the meantime.
 set -uo pipefail
 home=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 state=${MANUS_JAX_STATE:-$HOME/.manus_jax}
@@ -33,7 +33,7 @@ install() {
   "$python" -m venv .venv && .venv/bin/pip install -q -e '.[tpu]'
 }
 
-lives() {
+is_running() {
   [[ -f $state/pid ]] && kill -0 "$(<"$state/pid")" 2>/dev/null
 }
 
@@ -48,8 +48,8 @@ run() {
       VLLM_API_KEY=$(<"$state/api_key")
       export VLLM_API_KEY
     fi
-    # shellcheck disable=SC2016 # expanded by the shell that is started
-    # The shell outlives a signal to the group, to write down how the command took it.
+    # shellcheck disable=SC2016 # expanded by the new shell
+    # The shell survives a signal to its process group, to record the command's exit code.
     setsid bash -c 'trap : TERM; code=0; "$@" || code=$?; echo "$code" >"$0"' \
       "$state/code" "$@" >>"$log" 2>&1 </dev/null &
     echo $! >"$state/pid"
@@ -57,14 +57,14 @@ run() {
     first=100
   fi
   tail -n "$first" -s 0.2 -f --pid="$(<"$state/pid")" "$log" | sed -u "s/^/[$(hostname)] /"
-  [[ -f $state/code ]] || return 143 # it was killed along with its shell
+  [[ -f $state/code ]] || return 143 # it was killed together with its shell
   return "$(<"$state/code")"
 }
 
 stop() {
-  lives || return 0
+  is_running || return 0
   kill -TERM -- "-$(<"$state/pid")"
-  while lives; do sleep 1; done
+  while is_running; do sleep 1; done
 }
 
 "$@"

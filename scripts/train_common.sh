@@ -1,29 +1,29 @@
-# What train_ppo.sh and train_grpo.sh share: environment servers up, train, servers down.
+# Shared by train_ppo.sh and train_grpo.sh: starts environment servers, trains, stops the servers.
 # shellcheck shell=bash
 #
-# The one idea: whatever happens, the servers end with the script, and the script ends with the
-# trainer's exit code. Servers and trainer run in process groups of their own, so that Ctrl-C reaches
-# this script alone, which passes it on to the trainer; that one saves its step and leaves. Should the
-# script itself be killed, the servers notice (--parent_pid) and leave too.
+# The servers never outlive the script, and the script returns the trainer's exit code. Servers and
+# trainer have their own process groups, so Ctrl-C reaches only this script, which forwards it to the
+# trainer; the trainer saves its step and exits. If the script itself is killed, the servers notice
+# (--parent_pid) and exit too.
 
 usage() {
   cat <<EOF
 usage: scripts/train_$ALGORITHM.sh [options] [-- options of python -m manus_jax.train]
 
-  --env_name NAME          the environment to train on (webshop)
-  --num_servers N          servers to start (1), on base_port, base_port + 1, ...
-  --base_port PORT         the first server's port (AgentGym's own for this environment)
-  --data_dir DIR           train.parquet and test.parquet (or val, or .json, .jsonl) in it;
-                           without it: the environment's own tasks
-  --exp_name_suffix TEXT   put after the name of the run, runs/${ALGORITHM}_NAME
-  --env_urls URL[,URL...]  servers that run elsewhere, AgentGym's for instance: none is started,
-                           and the tasks are those of --data_dir (data/NAME)
-  --env_spec MODULE:SPEC   what to serve for an environment from outside this project
+  --env_name NAME          environment to train on (webshop)
+  --num_servers N          number of servers to start (1), on base_port, base_port + 1, ...
+  --base_port PORT         port of the first server (AgentGym's default for this environment)
+  --data_dir DIR           directory with train.parquet and test.parquet (or val, .json, .jsonl);
+                           by default, the environment's own tasks
+  --exp_name_suffix TEXT   appended to the name of the run, runs/${ALGORITHM}_NAME
+  --env_urls URL[,URL...]  use running servers, for instance AgentGym's, and start none;
+                           tasks are read from --data_dir (data/NAME)
+  --env_spec MODULE:SPEC   serve an environment that is not part of this project
 
-Settings are those of configs/${ALGORITHM}_NAME.gin, or of configs/${ALGORITHM}_base.gin where there
-is none. What follows -- goes to the trainer as it is and wins:
+Settings come from configs/envs/NAME.gin (configs/base.gin if there is none), then
+configs/recipes/$ALGORITHM.gin. Options after -- are passed to the trainer and override them:
   scripts/train_$ALGORITHM.sh --env_name maze -- --gin_param='train.total_steps = 100'
-BASE_MODEL=DIR in the environment stands for model.path, PYTHON for the interpreter.
+Environment variables: BASE_MODEL=DIR sets model.path, PYTHON the interpreter.
 EOF
 }
 
@@ -32,10 +32,10 @@ die() {
   exit 2
 }
 
-# A text that can stand between single quotes in a gin binding.
+# Accepts only text that is safe between single quotes in a gin binding.
 require_plain() {
   case $2 in
-    *[\'\\]* | *$'\n'*) die "$1 must not hold quotes, backslashes or newlines: $2" ;;
+    *[\'\\]* | *$'\n'*) die "$1 must not contain quotes, backslashes or newlines: $2" ;;
   esac
 }
 
@@ -65,16 +65,16 @@ parse_arguments() {
         trainer_options=("$@")
         break
         ;;
-      *) die "unknown argument '$1'; --help lists them, and what is for the trainer goes after --" ;;
+      *) die "unknown argument '$1'; see --help; options of the trainer go after --" ;;
     esac
   done
   [[ $env_name =~ ^[A-Za-z0-9_]+$ ]] || die "--env_name must be a name, not '$env_name'"
   require_number --num_servers "$num_servers" 1000
   [[ -z $base_port ]] || require_number --base_port "$base_port" 65535
-  [[ -z $env_urls || -z $env_spec ]] || die "--env_urls starts no server, so --env_spec serves nothing"
+  [[ -z $env_urls || -z $env_spec ]] || die "--env_spec has no effect with --env_urls, which starts no server"
 }
 
-# The first of the names, with any of the endings that tasks come in, that is a file in data_dir.
+# Prints the first existing task file in data_dir with one of the given names.
 task_file() {
   local name ending
   for name in "$@"; do
@@ -85,15 +85,15 @@ task_file() {
       fi
     done
   done
-  die "--data_dir $data_dir holds no $1.parquet (nor .json, nor .jsonl)"
+  die "--data_dir $data_dir contains no $1.parquet, $1.json or $1.jsonl"
 }
 
-# Where the environment is served, and its tasks: sets urls, train_file, val_file.
+# Sets urls or base_port, and train_file and val_file.
 find_servers() {
   if [[ -n $env_urls ]]; then
     IFS=, read -ra urls <<<"$env_urls"
     data_dir=${data_dir:-data/$env_name}
-    [[ -d $data_dir ]] || die "no directory $data_dir with the tasks to play on --env_urls: --data_dir DIR"
+    [[ -d $data_dir ]] || die "no directory $data_dir with tasks for --env_urls; set --data_dir"
   else
     local served
     served=$("$PYTHON" - "$env_name" "${env_spec:-$env_name}" 2>&1 <<'EOF'
@@ -106,7 +106,7 @@ try:
     load(spec)
 except UnknownEnvironment as error:
     port = row.port if row else "PORT"
-    sys.exit(f"{error}. For AgentGym servers that run already: --env_urls http://HOST:{port}")
+    sys.exit(f"{error}. To use running AgentGym servers: --env_urls http://HOST:{port}")
 print(row.port if row else 36001)
 EOF
     ) || die "$served"
@@ -119,7 +119,7 @@ EOF
   fi
 }
 
-# Servers on base_port.., each with its log; sets urls when all of them serve.
+# Starts the servers, each with its log, and waits until all of them serve; sets urls.
 start_servers() {
   local i port log pid
   urls=()
@@ -134,14 +134,14 @@ start_servers() {
   for ((i = 0; i < num_servers; i++)); do
     port=$((base_port + i)) log=$logs/server_$((base_port + i)).log pid=${servers[i]}
     local deadline=$((SECONDS + 120))
-    # The line that it prints is of this very server; whoever answers on the port may be another.
+    # Wait for this server's own output: another process may answer on the port.
     until grep -q '^serving ' "$log"; do
-      kill -0 "$pid" 2>/dev/null || die "the server on port $port ended: $(tail -n 1 "$log")"
-      ((SECONDS < deadline)) || die "the server on port $port does not serve after 120 s: see $log"
+      kill -0 "$pid" 2>/dev/null || die "the server on port $port exited: $(tail -n 1 "$log")"
+      ((SECONDS < deadline)) || die "the server on port $port is not ready after 120 s; see $log"
       sleep 0.1
     done
   done
-  "$PYTHON" - "${urls[@]}" <<'EOF' || die "a server that has started does not answer: see $logs"
+  "$PYTHON" - "${urls[@]}" <<'EOF' || die "a server started but does not answer; see $logs"
 import sys, urllib.request
 for url in sys.argv[1:]:
     assert urllib.request.urlopen(url + "/", timeout=10).status == 200
@@ -154,7 +154,7 @@ stop_servers() {
   for pid in "${servers[@]}"; do wait "$pid" 2>/dev/null; done
 }
 
-# Starts the trainer, passes signals on to it, and waits for its end; sets code.
+# Starts the trainer, forwards signals to it and waits for its end; sets code.
 train() {
   "$PYTHON" -m manus_jax.train "$@" </dev/null &
   trainer=$!
@@ -162,7 +162,7 @@ train() {
   trap 'kill -TERM "$trainer" 2>/dev/null' TERM HUP
   code=0
   while wait "$trainer" || code=$?; do
-    kill -0 "$trainer" 2>/dev/null || break # else it was a signal that ended the wait
+    kill -0 "$trainer" 2>/dev/null || break # otherwise a signal interrupted wait
     code=0
   done
 }
@@ -172,9 +172,9 @@ main() {
   local root config urls=() train_file='' val_file='' run params=() code
   root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
   parse_arguments "$@"
-  command -v "$PYTHON" >/dev/null || die "no interpreter '$PYTHON'; activate the environment, or set PYTHON"
-  config=$root/configs/${ALGORITHM}_$env_name.gin
-  [[ -f $config ]] || config=$root/configs/${ALGORITHM}_base.gin
+  command -v "$PYTHON" >/dev/null || die "no interpreter '$PYTHON'; activate an environment or set PYTHON"
+  config=$root/configs/envs/$env_name.gin
+  [[ -f $config ]] || config=$root/configs/base.gin
   run=${ALGORITHM}_$env_name$exp_name_suffix
   logs=logs/$run
   find_servers
@@ -202,6 +202,6 @@ main() {
     require_plain BASE_MODEL "$BASE_MODEL"
     params+=("--gin_param=model.path = '$BASE_MODEL'")
   fi
-  train "--gin_file=$config" "${params[@]}" "${trainer_options[@]}"
+  train "--gin_file=$config" "--gin_file=$root/configs/recipes/$ALGORITHM.gin" "${params[@]}" "${trainer_options[@]}"
   exit "$code"
 }

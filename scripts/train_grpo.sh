@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on an environment: starts its servers, trains, stops them. --help says more.
+# Trains with GRPO on an environment: starts its servers, trains, stops them. See --help.
 #
 #   scripts/train_grpo.sh --env_name textcraft --num_servers 4
 set -uo pipefail

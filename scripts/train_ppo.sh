@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO on an environment: starts its servers, trains, stops them. --help says more.
+# Trains with PPO on an environment: starts its servers, trains, stops them. See --help.
 #
 #   scripts/train_ppo.sh --env_name textcraft --num_servers 4
 set -uo pipefail

@@ -1,11 +1,12 @@
-"""Every test sees eight CPU devices; set before anything imports JAX.
+"""Eight virtual CPU devices for every test, set before anything imports JAX, and common fixtures.
 
-Test models are tiny and their time goes into compiling, so LLVM is told to take less care.
+Test models are tiny and most of their time is compilation, so LLVM optimises less.
 """
 
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,13 +19,23 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_llvm_disable_expensive_passes=true",
     )
 ).strip()
-# Whoever runs the tests in a shell's background has them inherit a Ctrl-C that is ignored.
+# A shell starts background jobs with SIGINT ignored, which the tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+INTEGRATION = Path(__file__).parent / "integration"
+ALWAYS_SLOW = ("smollm2", "vllm", "java")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow what starts processes by its location, or needs a real model or simulator."""
+    for item in items:
+        if INTEGRATION in item.path.parents or any(map(item.get_closest_marker, ALWAYS_SLOW)):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For a file whose programs have the same shapes again and again: only the first compiles."""
+    """A compilation cache for a file whose programs have the same shapes repeatedly."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 

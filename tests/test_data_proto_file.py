@@ -141,6 +141,7 @@ def test_broken_files_give_one_clear_error(tmp_path):
         DataProto.load(tmp_path / "absent")
 
 
+@pytest.mark.slow
 def test_another_process_reads_the_file(tmp_path):
     make(4).save(tmp_path / "x")
     script = (

@@ -1,4 +1,4 @@
-"""The README's examples run, and the configs that it and others name can be read."""
+"""The README's examples run, and the paths that it names exist."""
 
 import re
 from pathlib import Path
@@ -6,14 +6,11 @@ from pathlib import Path
 import pytest
 
 from manus_jax.agentgym.table import environment
-from manus_jax.config import binding as config
-from manus_jax.config.binding import settings
 from manus_jax.rewards import RewardSettings, compute
 from manus_jax.rewards.registry import _FUNCTIONS
 from manus_jax.rollout import action_formats as actions
 
 ROOT = Path(__file__).parents[1]
-GROUPS = {value.gin_name: value for value in vars(settings).values() if hasattr(value, "gin_name")}
 
 
 def example(word):
@@ -54,19 +51,9 @@ def test_the_action_format_example_asks_and_parses():
         actions.FORMATS.pop("bold", None)
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.gin")), ids=lambda p: p.name)
-def test_every_config_has_a_header_and_holds_only_known_settings(path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    text = path.read_text()
-    assert re.search(r"^#\s+python -m manus_jax\.\w+ --gin_file=configs/" + path.name, text, re.M)
-    config.parse([str(path)], [])
-    bound = {m for m in re.findall(r"^(\w+)\.\w+ =", text, flags=re.MULTILINE)}
-    config.build(*(GROUPS[name] for name in bound))
-
-
 def test_every_path_that_the_readme_names_exists():
     text = (ROOT / "README.md").read_text()
     paths = set(re.findall(r"`((?:configs|scripts|benchmarks|manus_jax|envs)/[\w./]+)`", text))
-    paths |= set(re.findall(r"--gin_file=(configs/[\w.]+)", text))
+    paths |= set(re.findall(r"--gin_file=(configs/[\w./]+)", text))
     missing = sorted(p for p in paths if not (ROOT / p).exists())
     assert len(paths) > 8 and not missing

@@ -257,7 +257,7 @@ class WarmStartSettings:
 class TrainSettings:
     """The run."""
 
-    run_dir: str = ""
+    run_dir: str = ""  # "{recipe}" and "{env}" are replaced by their names
     total_steps: int = 100
     batch_size: int = 32  # tasks per step
     group_size: int = 8  # episodes per task (rollout.n)

@@ -83,7 +83,8 @@ def read_task_sources(
     return sources, panel
 
 
-def _check_sizes(config: TrainConfig, recipe: Recipe) -> None:
+def check_sizes(config: TrainConfig, recipe: Recipe) -> None:
+    """Raises ConfigError if lengths, groups and batches of a run do not fit together."""
     if config.rollout.max_total_tokens > config.data.max_length:
         raise ConfigError(
             f"rollout.max_total_tokens = {config.rollout.max_total_tokens} is more than "
@@ -188,7 +189,7 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
     """A trainer whose servers and engine live as long as the block."""
     train, data = config.train, config.data
     recipe = make_recipe(config.algorithm)
-    _check_sizes(config, recipe)
+    check_sizes(config, recipe)
     check_sinks(train)
     reward = RewardSettings(config.algorithm.reward, config.algorithm.reward_parameters)
     rollout = make_rollout(config.rollout, train.seed)

@@ -82,7 +82,14 @@ def read_config(files: list[str], params: list[str]) -> tuple[TrainConfig, Distr
         read.append(ScratchSettings)
         (built["scratch"],) = build(ScratchSettings)
     refuse_unread(read)
+    built["train"] = _named_run_dir(built["train"], built["algorithm"].recipe, built["env"].names)
     return TrainConfig(**built), distributed
+
+
+def _named_run_dir(train: TrainSettings, recipe: str, envs: tuple[str, ...]) -> TrainSettings:
+    """The settings with `{recipe}` and `{env}` in `train.run_dir` replaced by their names."""
+    run_dir = train.run_dir.replace("{recipe}", recipe).replace("{env}", "_".join(envs))
+    return dataclasses.replace(train, run_dir=run_dir)
 
 
 def make_recipe(settings: AlgorithmSettings) -> Recipe:

@@ -193,6 +193,7 @@ def test_the_check_of_a_server_notices_another_environments_fields() -> None:
             Connection(TEXTCRAFT, url, Timeouts()).check_routes()
 
 
+@pytest.mark.bug("B33")
 @pytest.mark.parametrize(
     ("address", "root"),
     [

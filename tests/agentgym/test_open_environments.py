@@ -55,6 +55,7 @@ def test_what_is_no_url_is_refused() -> None:
         opened({"textcraft": ["gopher://hole"]})
 
 
+@pytest.mark.bug("B29")
 def test_all_servers_that_cannot_be_used_are_named_at_once() -> None:
     page = Reply("<html>It works!</html>", 200, "text/html")
     with serving(weather()) as good, serving(lambda *request: page) as web:

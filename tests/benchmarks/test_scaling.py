@@ -8,6 +8,8 @@ import pytest
 from manus_jax.learner.packing import Layout
 from manus_jax.models.architecture import Architecture
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scaling.py"
 
 

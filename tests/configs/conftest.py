@@ -1,11 +1,11 @@
-"""Configs are read as on the machine that they are for: some share out its GPUs."""
+"""Configs are read as on a machine with eight GPUs, because some of them split its GPUs."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight of them to be seen; what a command then sets is undone after each test."""
+    """Eight visible GPUs; what a command sets is undone after each test."""
     for name in ("CUDA_DEVICE_ORDER", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -208,6 +208,7 @@ def test_text_that_would_merge_across_the_boundary_stays_apart(chatml):
 texts = st.text(max_size=12) | st.sampled_from(["\n\n x", " Action:\nget 1", "<tag>", "  "])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     opening=texts,
@@ -249,6 +250,7 @@ def test_the_end_of_turn_is_found_where_eos_is_another_token():
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "openmanus_rl"
 
 
+@pytest.mark.bug("B17")
 @pytest.mark.parametrize("name", ["babyai-val", "textcraft-val", "weather-val"])
 def test_real_conversations_train_on_what_the_agent_said_and_nothing_else(name):
     path = REAL / f"{name}.parquet"
@@ -383,6 +385,7 @@ def test_a_trained_tokenizer_survives_saving_and_is_deterministic(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_another_process_trains_the_same_tokenizer():
     script = (
         "import sys; from manus_jax.data.chat import train_tokenizer;"

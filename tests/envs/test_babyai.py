@@ -222,6 +222,7 @@ def test_a_megabyte_of_action_is_just_not_recognized(served: Callable[[str], str
     assert "error" in client.ok("/reset", {"id": session, "data_idx": 10**9})
 
 
+@pytest.mark.slow
 def test_256_sessions_at_once_each_see_their_own_game(served: Callable[[str], str]) -> None:
     url = served("babyai")
     moves = ["turn left", "turn right", "move forward", "check available actions"]

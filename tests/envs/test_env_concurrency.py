@@ -40,6 +40,7 @@ class Pair:
         return step.done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DISTURBANCES)
 def test_256_interleaved_sessions_each_see_their_own_game(
     served: Callable[[str], str], name: str

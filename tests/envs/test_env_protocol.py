@@ -136,6 +136,7 @@ def test_maze_speaks_the_protocol_of_the_table(served: Served) -> None:
 JUNK = ("x" * 1_000_000, "\x00\x07\x1b[31m", "", "\n\n", "💥" * 1000, "Action: " * 1000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

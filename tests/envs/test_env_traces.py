@@ -34,6 +34,7 @@ def action_of(turn: str) -> str:
     return turn.split("Action:\n")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["textcraft", "maze", "wordle"])
 def test_traces_have_openmanus_columns_and_replay_to_a_win(name: str, tmp_path: Path) -> None:
     table = write(tmp_path, name, "--n", "5", "--split", "train", "--seed", "3")
@@ -60,6 +61,7 @@ def test_traces_have_openmanus_columns_and_replay_to_a_win(name: str, tmp_path: 
         assert last.done and last.reward == 1
 
 
+@pytest.mark.slow
 def test_the_seed_chooses_the_items(tmp_path: Path) -> None:
     def drawn(seed: str) -> list[str]:
         table = write(tmp_path, "maze", "--n", "8", "--split", "test", "--seed", seed)
@@ -70,6 +72,7 @@ def test_the_seed_chooses_the_items(tmp_path: Path) -> None:
     assert len(set(drawn("1"))) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -87,6 +87,7 @@ def test_train_and_test_share_no_word_and_cover_the_vocabulary() -> None:
     assert sorted([*train, *test]) == list(vocabulary())
 
 
+@pytest.mark.slow
 def test_the_oracle_finds_every_test_word_in_six_tries() -> None:
     for item in items("test"):
         game = Wordle()

@@ -27,7 +27,7 @@ class Reached(Exception):
     """The command has read its settings."""
 
 
-def settings_of(name, monkeypatch):
+def settings_of(recipe, hardware, monkeypatch):
     """What training would run with, and the attention of a GPU, which this machine has not."""
 
     def reached(config, *_):
@@ -38,7 +38,8 @@ def settings_of(name, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     monkeypatch.setattr(train, "open_trainer", reached)
     with pytest.raises(Reached) as caught:
-        train.main([f"--gin_file={ROOT / 'configs' / name}"])
+        files = ("envs/textcraft", f"recipes/{recipe}", f"hardware/{hardware}")
+        train.main([f"--gin_file={ROOT}/configs/{file}.gin" for file in files])
     config = caught.value.args[0]
     assert config.compute.attention == "auto"
     compute = dataclasses.replace(config.compute, attention=pick_implementation("cuda"))
@@ -52,12 +53,12 @@ def kernels(design, mesh, fields):
     return text.count(KERNEL)
 
 
-@pytest.mark.parametrize(
-    "name, devices",
-    [("gpu_only_grpo_textcraft.gin", 4), ("gpu_only_grpo_textcraft_nodes.gin", 8)],
-)
-def test_the_policy_update_takes_the_gpus_kernel_forward_and_backward(name, devices, monkeypatch):
-    config = settings_of(name, monkeypatch)
+@pytest.mark.slow
+@pytest.mark.parametrize("hardware, devices", [("gpus_one_host", 4), ("gpus_many_hosts", 8)])
+def test_the_policy_update_takes_the_gpus_kernel_forward_and_backward(
+    hardware, devices, monkeypatch
+):
+    config = settings_of("grpo", hardware, monkeypatch)
     sizes = {**dataclasses.asdict(config.mesh), "slices": 1}  # machines are not to be seen here
     mesh = make_mesh(**sizes, devices=jax.devices()[:devices])
     recipe = make_recipe(config.algorithm)
@@ -65,8 +66,9 @@ def test_the_policy_update_takes_the_gpus_kernel_forward_and_backward(name, devi
     assert kernels(design, mesh, policy_fields(recipe)) >= 3
 
 
+@pytest.mark.slow
 def test_the_update_of_the_critic_does_too(monkeypatch):
-    config = settings_of("gpu_only_ppo_textcraft.gin", monkeypatch)
+    config = settings_of("ppo", "gpus_one_host", monkeypatch)
     mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=jax.devices()[:4])
     recipe = make_recipe(config.algorithm)
     assert recipe.needs_critic

@@ -71,6 +71,7 @@ def test_a_mini_batch_takes_the_rows_of_its_groups_from_the_packing_of_the_step(
         np.testing.assert_array_equal(packed.unpack(arrays["advantages"]), mini.batch["advantages"])
 
 
+@pytest.mark.bug("B15")
 def test_a_sequence_longer_than_a_row_is_an_error():
     with pytest.raises(PackingError, match="a sequence of 20 tokens does not fit into rows of 10"):
         add_packing(batch_of([sequence(5), sequence(20)]), 10)

@@ -18,6 +18,8 @@ from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import AttentionKernel
 from manus_jax.models.transformer import Compute, Critic, Transformer, abstract_model, init_params
 
+pytestmark = pytest.mark.slow
+
 VOCAB, HIDDEN, LENGTH = 96, 32, 64
 ARCH = Architecture("qwen3", VOCAB, HIDDEN, 64, 2, 8, 2, 8, qk_norm=True, initializer_range=0.2)
 MATRIX_ROWS = {VOCAB, VOCAB // 2, VOCAB // 4}  # of the vocabulary on a device; no other size

@@ -15,6 +15,8 @@ from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import AttentionKernel, attention, pick_implementation
 from manus_jax.models.transformer import Compute, Transformer, abstract_model
 
+pytestmark = pytest.mark.slow
+
 
 def inputs(rows=1, length=256, heads=2, kv_heads=1, dim=64, seed=0):
     rng = np.random.default_rng(seed)

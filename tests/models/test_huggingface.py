@@ -14,6 +14,8 @@ from manus_jax.models import huggingface
 from manus_jax.models.architecture import Architecture, ModelError, from_hf_config, to_hf_config
 from manus_jax.models.transformer import Compute, Transformer, abstract_model, init_params
 
+pytestmark = pytest.mark.slow
+
 ARCH = Architecture("qwen2", 64, 32, 64, 2, 8, 8, 8, qkv_bias=True, tie_embeddings=False)
 
 

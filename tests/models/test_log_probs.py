@@ -30,6 +30,8 @@ def data(seed=0, rows=3, length=19, dim=8, vocab=41, share=0.4):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.bug("B16")
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("chunk", [1, 5, 4096])
@@ -52,6 +54,7 @@ def test_values_and_gradients_equal_the_naive_ones(temperature, with_entropy, ch
     chex.assert_trees_all_close(ours_grad, ref_grad, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_no_trained_token_and_all_trained_tokens(share):
     hidden, head, ids, mask, _ = data(share=share)

@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from manus_jax.models.architecture import Architecture
@@ -24,6 +25,7 @@ def rows(ids):
     return ids, jnp.ones_like(ids), positions
 
 
+@pytest.mark.slow
 def test_a_critic_starts_from_the_policys_backbone_and_values_nothing_yet():
     policy = init_params(Transformer, ARCH, Compute(), 0)
     critic = critic_from_policy(policy)
@@ -38,6 +40,8 @@ def test_a_critic_starts_from_the_policys_backbone_and_values_nothing_yet():
     assert np.isfinite(np.asarray(critic["backbone"]["norm"])).all()
 
 
+@pytest.mark.slow
+@pytest.mark.bug("B18")
 def test_a_value_is_of_the_state_before_its_token():
     graphdef, _ = abstract_model(Critic, ARCH, Compute())
     policy = init_params(Transformer, ARCH, Compute(), 0)
@@ -52,6 +56,7 @@ def test_a_value_is_of_the_state_before_its_token():
     assert (np.abs(before[6:] - after[6:]) > 1e-6).all()
 
 
+@pytest.mark.slow
 def test_logits_depend_on_no_later_token():
     graphdef, _ = abstract_model(Transformer, ARCH, Compute())
     params = init_params(Transformer, ARCH, Compute(), 0)

@@ -9,6 +9,8 @@ from flax import nnx
 from manus_jax.models import huggingface
 from manus_jax.models.transformer import Compute, Transformer, abstract_model
 
+pytestmark = pytest.mark.slow
+
 torch = pytest.importorskip("torch", reason="parity with transformers needs torch")
 transformers = pytest.importorskip("transformers")
 

@@ -13,6 +13,8 @@ from manus_jax.planning.hlo_text import Shape, parse
 from manus_jax.planning.module_costs import by_kind, module_costs, splash_flops
 from manus_jax.planning.replica_groups import first_group
 
+pytestmark = pytest.mark.slow
+
 
 def text_of(function, *shapes):
     return jax.jit(function).lower(*shapes).compile().as_text()

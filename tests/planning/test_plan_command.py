@@ -18,6 +18,8 @@ from manus_jax.planning.tables import whole_sums
 from manus_jax.planning.topologies import TopologyError
 from manus_jax.training.learner_specs import read_config
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def tiny(tmp_path):

@@ -12,7 +12,10 @@ from manus_jax.planning.chips import GIB
 from manus_jax.planning.compiling import DoesNotFit, compile_update
 from manus_jax.planning.topologies import TopologyError, find_topology, has_tpu_compiler
 
-pytestmark = pytest.mark.skipif(not has_tpu_compiler(), reason="libtpu is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not has_tpu_compiler(), reason="libtpu is not installed"),
+]
 
 
 def test_a_small_plan_for_tpus_is_compiled_with_splash_and_adds_up(tmp_path, capsys):

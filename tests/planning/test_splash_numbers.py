@@ -4,12 +4,15 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from sequences import batch_of, packed_arrays, weighted
 
 from manus_jax.learner import objectives
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import AttentionKernel, attention
 from manus_jax.models.transformer import Compute, Transformer, abstract_model, init_params
+
+pytestmark = pytest.mark.slow
 
 SPLASH = AttentionKernel("splash", interpret=True)
 

@@ -1,51 +1,16 @@
 """The page and the command that writes it."""
 
-import html.parser
 import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
-from report_runs import NASTY, new_run, played, small_run
+from report_runs import NASTY, Outline, nasty_run, new_run, played, small_run
 
 from manus_jax import command, report
 from manus_jax.reporting.page import report_data, script_safe_json, write_report
 from manus_jax.rollout.trajectory_files import write_trajectories
-
-
-class Outline(html.parser.HTMLParser):
-    """The elements of a page, what each script element holds, and what is loaded from elsewhere."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.scripts: list[str] = []
-        self.links: list[str] = []
-        self._in_script = False
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
-        self._in_script = tag == "script"
-        if self._in_script:
-            self.scripts.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._in_script = False
-
-    def handle_data(self, data: str) -> None:
-        if self._in_script:
-            self.scripts[-1] += data
-
-
-def nasty_run(path: Path) -> None:
-    """Markup wherever a run has text."""
-    directory, tokenizer = new_run(path, f"train.total_steps = 3\nmodel.path = '{NASTY}'\n")
-    directory.append_metrics({"step": 1, f"reward/{NASTY}": 1.0, "timing_s/step": 1.0})
-    episode = played(tokenizer, f"{NASTY}#0", [(NASTY, NASTY, 1.0)], env=NASTY, first=NASTY)
-    write_trajectories(path / "trajectories", 1, [episode])
 
 
 def test_the_page_is_one_file_that_loads_nothing(tmp_path: Path) -> None:
@@ -87,6 +52,7 @@ def test_json_in_a_script_has_no_character_of_markup() -> None:
     assert json.loads(text) == {"a": "</script><!--&\u2028\ud800"}
 
 
+@pytest.mark.slow
 def test_a_long_run_gives_a_small_page(tmp_path: Path) -> None:
     directory, tokenizer = new_run(tmp_path)
     names = [f"some/metric_{i}" for i in range(40)]

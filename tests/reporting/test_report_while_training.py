@@ -10,6 +10,8 @@ from report_runs import small_run
 from manus_jax.training.progress import ProgressLine
 from manus_jax.training.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 
 def report_of(path: Path) -> None:
     """Calls what a trainer calls, with the one part of it that is read."""

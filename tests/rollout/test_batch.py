@@ -57,6 +57,7 @@ def test_penalties_sit_on_their_turn_and_in_the_total() -> None:
     assert rewards(trajectory, "last_token") == [[0] * 9 + [0.5]]
 
 
+@pytest.mark.bug("B36")
 def test_a_score_replaces_the_environments_reward() -> None:
     outcome = dataclasses.replace(two_turns(), score=Score(3.0))
     assert rewards(outcome, "per_turn") == [[0] * 9 + [3.0]]
@@ -64,6 +65,7 @@ def test_a_score_replaces_the_environments_reward() -> None:
     assert rewards(process, "per_turn") == [[0, 0, 0, 0, 0.5, 0, 0, 0, 0, 2.5]]
 
 
+@pytest.mark.bug("B3")
 @pytest.mark.parametrize("name", NAMES)
 def test_token_rewards_add_up_to_the_episodes_reward_on_agent_tokens(name: str) -> None:
     rng = np.random.default_rng(0)
@@ -110,6 +112,7 @@ def test_batches_are_packed_by_the_learner_without_losing_reward() -> None:
     assert packed["turn_ids"].dtype == np.int32
 
 
+@pytest.mark.bug("B15")
 def test_a_batch_holds_every_turn_whatever_its_length() -> None:
     proto = to_batch([two_turns(), forked()], RewardAllocation("per_turn"), pad_id=12)
     assert len(proto) == 3
@@ -136,6 +139,7 @@ def test_a_batch_holds_every_turn_whatever_its_length() -> None:
     assert rows["group_id"] == ["maze_3"] * 3
 
 
+@pytest.mark.bug("B29")
 def test_a_batch_is_as_wide_as_its_longest_segment() -> None:
     batch = to_batch([two_turns()], RewardAllocation()).batch
     assert batch["input_ids"].shape == (1, 10)

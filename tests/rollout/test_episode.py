@@ -32,6 +32,7 @@ def played(engine: ScriptedEngine, pool: EnvironmentPool, item_id: str, **change
     return play_episode(spec_of(item_id), agent, pool, settings(**changes))
 
 
+@pytest.mark.bug("B3", "B19", "B23")
 @pytest.mark.parametrize("item_id", ["maze_3", "textcraft_7", "wordle_11"])
 def test_what_is_trained_is_token_for_token_what_was_sampled(
     item_id: str, engine_of: EngineOf, pool: EnvironmentPool
@@ -66,6 +67,7 @@ def test_what_is_trained_is_token_for_token_what_was_sampled(
     assert engine.open_sessions == set()
 
 
+@pytest.mark.bug("B19")
 def test_every_turn_is_trained_with_its_end_and_the_text_is_what_the_tokens_say(
     engine_of: EngineOf, pool: EnvironmentPool
 ) -> None:
@@ -81,6 +83,7 @@ def test_every_turn_is_trained_with_its_end_and_the_text_is_what_the_tokens_say(
     assert segment.loss_mask[-1]
 
 
+@pytest.mark.bug("B17")
 def test_the_prompt_and_the_observations_are_given_and_the_text_matches_the_log(
     engine_of: EngineOf, pool: EnvironmentPool
 ) -> None:
@@ -99,6 +102,7 @@ def test_the_prompt_and_the_observations_are_given_and_the_text_matches_the_log(
     assert not segment.loss_mask[: trajectory.turns[0].start].any()
 
 
+@pytest.mark.bug("B4")
 def test_the_item_of_the_row_is_the_item_that_is_played(
     engine_of: EngineOf, pool: EnvironmentPool
 ) -> None:
@@ -108,6 +112,7 @@ def test_the_item_of_the_row_is_the_item_that_is_played(
         assert trajectory.first_observation == MazeGame().reset(item)
 
 
+@pytest.mark.bug("B5")
 def test_a_group_is_one_item_and_its_members_differ_in_their_uid() -> None:
     tasks = [spec_of("maze_7").task, spec_of("maze_3").task, spec_of("maze_7").task]
     specs = episode_specs(tasks, group_size=3, prefix="12/")
@@ -118,6 +123,7 @@ def test_a_group_is_one_item_and_its_members_differ_in_their_uid() -> None:
     assert all(spec.uid.startswith("12/") for spec in specs)
 
 
+@pytest.mark.bug("B10")
 def test_an_invalid_action_is_answered_counted_and_never_sent(
     engine_of: EngineOf, pool: EnvironmentPool
 ) -> None:
@@ -134,6 +140,7 @@ def test_an_invalid_action_is_answered_counted_and_never_sent(
     assert trajectory.end_reason == "max_turns"
 
 
+@pytest.mark.bug("B23")
 def test_a_turn_that_is_cut_goes_on_behind_an_end_that_is_not_trained(
     engine_of: EngineOf, pool: EnvironmentPool
 ) -> None:
@@ -186,6 +193,7 @@ def test_a_prompt_that_fills_the_context_is_a_failure_and_not_tried_again(
     assert engine.requests == []
 
 
+@pytest.mark.bug("B29")
 def test_a_prompt_that_leaves_room_for_exactly_one_turn_is_played(
     engine_of: EngineOf, pool: EnvironmentPool
 ) -> None:
@@ -203,6 +211,7 @@ def test_a_prompt_that_leaves_room_for_exactly_one_turn_is_played(
     assert shorter.kind == "prompt_too_long"
 
 
+@pytest.mark.bug("B29")
 def test_an_observation_longer_than_its_limit_is_cut_in_the_middle(
     engine_of: EngineOf, pool: EnvironmentPool, chat_tokenizer
 ) -> None:
@@ -304,6 +313,7 @@ def test_another_format_is_asked_for_and_read(engine_of: EngineOf, pool: Environ
     assert "<act>the action</act>" in trajectory.opening[0].content
 
 
+@pytest.mark.bug("B24")
 def test_a_tokenizer_without_chat_template_is_refused_at_once(
     engine_of: EngineOf, chat_tokenizer
 ) -> None:

@@ -66,6 +66,8 @@ def failing_once(fault: Callable[[], None]) -> Callable[[Request, str], str]:
     return script
 
 
+@pytest.mark.slow
+@pytest.mark.bug("B28")
 def test_an_environment_that_dies_in_mid_episode_is_played_again_on_a_fresh_one(
     engine_of: EngineOf,
 ) -> None:
@@ -86,6 +88,7 @@ def test_an_environment_that_dies_in_mid_episode_is_played_again_on_a_fresh_one(
     assert engine.open_sessions == set()
 
 
+@pytest.mark.slow
 def test_an_environment_that_hangs_in_mid_episode_is_given_up_in_time(
     engine_of: EngineOf,
 ) -> None:
@@ -108,6 +111,7 @@ def test_an_environment_that_hangs_in_mid_episode_is_given_up_in_time(
     assert trajectory.attempts > 1
 
 
+@pytest.mark.bug("B28")
 def test_an_environment_that_keeps_dying_fails_the_episode_and_gives_no_reward(
     engine_of: EngineOf,
 ) -> None:

@@ -22,6 +22,7 @@ def roles(messages: tuple[Message, ...]) -> list[str]:
     return [message.role for message in messages]
 
 
+@pytest.mark.bug("B24")
 @pytest.mark.parametrize("env", sorted(ENVIRONMENTS))
 @pytest.mark.parametrize("layout", ["user", "system", "acknowledged"])
 def test_every_environment_is_told_its_game_and_the_form_that_will_be_parsed(env, layout) -> None:

@@ -59,6 +59,7 @@ def test_nothing_to_play_is_nothing(engine_of: EngineOf, pool: EnvironmentPool) 
     assert run_episodes([], agent_of(engine_of(oracle())), pool, SETTINGS) == []
 
 
+@pytest.mark.bug("B25")
 def test_the_engine_gets_the_requests_of_all_episodes_at_once(
     engine_of: EngineOf, pool: EnvironmentPool
 ) -> None:
@@ -76,6 +77,7 @@ def test_the_engine_gets_the_requests_of_all_episodes_at_once(
     assert engine.most_at_once == 6
 
 
+@pytest.mark.bug("B27")
 def test_what_an_episode_samples_does_not_depend_on_the_others(
     engine_of: EngineOf, pool: EnvironmentPool
 ) -> None:
@@ -105,6 +107,7 @@ def test_one_bad_episode_disturbs_no_other(engine_of: EngineOf, pool: Environmen
     assert missing.kind == "item"
 
 
+@pytest.mark.bug("B26")
 def test_two_episodes_never_share_a_session_and_none_is_left_behind(
     pool: EnvironmentPool,
 ) -> None:

@@ -19,6 +19,7 @@ def test_the_environments_reward_as_a_function_changes_nothing() -> None:
     assert scored.turn_rewards == forked().turn_rewards == (0.5, 0.0, -0.25)
 
 
+@pytest.mark.bug("B6")
 def test_a_function_sees_the_episode_and_its_ground_truth() -> None:
     scored = score_episode(two_turns(), RewardSettings("action_similarity"))
     assert scored.episode_reward == 1.0  # both turns move up, the reference once
@@ -56,6 +57,7 @@ def test_an_episode_that_cannot_be_scored_is_dropped_or_raised_as_the_caller_say
     assert failed is FAILED
 
 
+@pytest.mark.bug("B10")
 def test_metrics_by_hand() -> None:
     invalid = made([segment([(None, 2), (0, 4)])], [0.0], "i", {0: -0.5}, end_reason="max_turns")
     outcomes = [two_turns(prompts_extended=1), forked(prompts_forked=1), invalid, FAILED]
@@ -95,6 +97,7 @@ def test_the_parts_of_the_reward_are_metrics() -> None:
     assert "reward/length" in metrics
 
 
+@pytest.mark.bug("B28")
 def test_failures_and_episodes_without_turns_divide_by_nothing() -> None:
     assert rollout_metrics([])["rollout/episodes"] == 0
     assert rollout_metrics([FAILED])["rollout/failed"] == 1

@@ -19,6 +19,8 @@ from manus_jax.rollout.runner import run_episodes
 from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import Trajectory, episode_specs
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENTS = ("babyai", "maze", "sqlgym", "textcraft", "weather", "webshop", "wordle")
 LONG = 100_000  # the small tokenizer makes many tokens; nothing is to be cut
 

@@ -1,5 +1,6 @@
-"""Run directories made through the code that real runs write them with."""
+"""Run directories written by the code that writes real ones, and an outline of report pages."""
 
+import html.parser
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,37 @@ def small_run(path: Path, steps: Iterable[int] = range(1, 41)) -> RunDirectory:
         write_trajectories(path / "trajectories", step, [won, lost], learned)
     write_trajectories(path / "trajectories", "val_0", [lost])
     return directory
+
+
+class Outline(html.parser.HTMLParser):
+    """The elements of a page, what each script element holds, and what is loaded from elsewhere."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.scripts: list[str] = []
+        self.links: list[str] = []
+        self._in_script = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+        self._in_script = tag == "script"
+        if self._in_script:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_script = False
+
+    def handle_data(self, data: str) -> None:
+        if self._in_script:
+            self.scripts[-1] += data
+
+
+def nasty_run(path: Path) -> None:
+    """Markup wherever a run has text."""
+    directory, tokenizer = new_run(path, f"train.total_steps = 3\nmodel.path = '{NASTY}'\n")
+    directory.append_metrics({"step": 1, f"reward/{NASTY}": 1.0, "timing_s/step": 1.0})
+    episode = played(tokenizer, f"{NASTY}#0", [(NASTY, NASTY, 1.0)], env=NASTY, first=NASTY)
+    write_trajectories(path / "trajectories", 1, [episode])

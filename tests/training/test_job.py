@@ -148,11 +148,13 @@ def run_two(mode):
             process.wait()
 
 
+@pytest.mark.slow
 def test_what_process_0_makes_reaches_all():
     codes, errors = run_two("share")
     assert codes == [0, 0], errors
 
 
+@pytest.mark.slow
 def test_an_error_of_process_0_ends_all_with_its_message_and_code():
     codes, errors = run_two("error")
     assert codes == [2, 2], errors
@@ -160,6 +162,7 @@ def test_an_error_of_process_0_ends_all_with_its_message_and_code():
     assert "error: process 0: no server answers" in errors[1]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stuck_ends_the_others_after_the_timeout():
     codes, errors = run_two("stuck")
     assert codes == [1]

@@ -38,6 +38,7 @@ def test_without_settings_nothing_is_written(tmp_path: Path) -> None:
     assert set(tmp_path.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_every_step_once_after_a_resume(tmp_path: Path) -> None:
     settings = train_settings(tmp_path, tensorboard=True)
     directory = RunDirectory(tmp_path, CONFIG)

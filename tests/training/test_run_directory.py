@@ -45,6 +45,7 @@ def test_what_is_learned_may_not(tmp_path, old, new, named):
     assert (tmp_path / "run" / "config.gin").read_text() == CONFIG
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_write_to_one_run_and_a_killed_one_leaves_it_free(tmp_path):
     code = (
         "import sys, time; from manus_jax.training.run_directory import RunDirectory\n"

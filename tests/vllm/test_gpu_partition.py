@@ -86,6 +86,7 @@ def test_gpus_are_those_that_nvidia_smi_lists(gpus, tmp_path, monkeypatch):
     assert visible_gpus() == ()
 
 
+@pytest.mark.slow
 def test_the_command_leaves_the_learner_its_gpus_before_jax_has_looked(tmp_path):
     code = (
         "import os, sys, jax, jax._src.xla_bridge as bridge\n"

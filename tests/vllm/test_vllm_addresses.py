@@ -34,6 +34,7 @@ def test_a_place_that_is_not_there_is_one_line(tmp_path):
         register(tmp_path / "gone" / "f", "http://a:1")
 
 
+@pytest.mark.slow
 def test_processes_that_write_at_once_lose_nothing(tmp_path):
     path = tmp_path / "addresses"
     code = (

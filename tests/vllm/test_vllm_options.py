@@ -56,12 +56,14 @@ def recipe(tmp_path, python):
     return ServerRecipe(str(python), tmp_path, 64, 4, "float32")
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_is_an_error_with_its_last_words(tmp_path):
     python = recorder(tmp_path, "sys.exit('no vllm here')")
     with pytest.raises(EngineError, match=r"ended with status 1: no vllm here \(all of it in"):
         ManagedServers(recipe(tmp_path, python), [()], tmp_path / "logs")
 
 
+@pytest.mark.slow
 def test_servers_are_started_again_when_they_die_and_end_with_the_program(tmp_path):
     servers = ManagedServers(
         recipe(tmp_path, recorder(tmp_path, HEALTHY)), [("4",), ("5",)], tmp_path / "logs"
@@ -93,6 +95,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_server_that_will_not_end_goes_all_the_same_when_its_trainer_is_killed(tmp_path):
     snapshot(tmp_path)
     python = recorder(tmp_path, _STUBBORN)
@@ -108,6 +111,7 @@ def test_a_server_that_will_not_end_goes_all_the_same_when_its_trainer_is_killed
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_every_server_that_is_started_sees_its_own_group_of_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # the learner's, by now
     monkeypatch.setenv("VLLM_API_KEY", "for-servers-elsewhere")
@@ -133,6 +137,7 @@ def test_every_server_that_is_started_sees_its_own_group_of_gpus(tmp_path, monke
         assert "VLLM_API_KEY" not in env and "--middleware" not in arguments
 
 
+@pytest.mark.slow
 def test_servers_without_gpus_share_the_cores_and_are_bound_to_none(tmp_path, monkeypatch):
     for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
         monkeypatch.delenv(name, raising=False)

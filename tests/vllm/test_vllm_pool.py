@@ -183,6 +183,7 @@ def test_a_server_that_hangs_gives_up_its_requests_when_it_fails_its_check(pool,
     assert future.result(20).finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_a_server_that_was_restarted_is_brought_to_the_current_weights_before_it_serves(
     pool, servers
 ):
@@ -194,6 +195,7 @@ def test_a_server_that_was_restarted_is_brought_to_the_current_weights_before_it
         assert pool.submit(ask(f"s{n}")).result(20).versions == (4,) * 4
 
 
+@pytest.mark.slow
 def test_a_server_that_missed_an_update_catches_up_when_it_is_back(pool, servers):
     servers[0].cut_off = True
     wait_until(lambda: pool.metrics()["servers_ready"] == 1, pool)

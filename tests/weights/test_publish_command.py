@@ -14,6 +14,8 @@ from manus_jax.training.checkpoints import CheckpointError
 from manus_jax.weights.manifest import published_versions
 from manus_jax.weights.mirror import Mirror
 
+pytestmark = pytest.mark.slow
+
 
 def save_step(run, step, params):
     CARD.save(run / "model")

@@ -55,6 +55,7 @@ class Damaged:
         self.path.write_bytes(self.whole)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -142,6 +143,7 @@ def test_the_newest_whole_version_is_found(root, tmp_path):
         assert newest(root).number == 1
 
 
+@pytest.mark.slow
 def test_reading_needs_no_jax():
     code = (
         "import sys; import manus_jax.weights.mirror; "

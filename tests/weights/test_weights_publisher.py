@@ -43,6 +43,7 @@ def publisher(tmp_path):
     publisher.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 8, 1)])
 def test_a_snapshot_is_what_convert_writes_whatever_the_mesh(publisher, tmp_path, sizes):
     params = model()
@@ -179,6 +180,7 @@ assert copies(mirror) == exported(params, scratch / "hf")
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_is_one_line_leaves_no_half_and_is_gone_on_from(tmp_path):
     """A real one where a file system of 256 KB may be mounted, else files may not grow so far."""
     disk, here = tmp_path / "disk", str(Path(__file__).parents[1] / "support")
@@ -215,6 +217,7 @@ for number in range(10**6):
 """
 
 
+@pytest.mark.slow
 def test_a_publisher_killed_while_writing_leaves_only_whole_versions(tmp_path, mirror):
     root = tmp_path / "weights"
     here = str(Path(__file__).parents[1] / "support")

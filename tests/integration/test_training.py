@@ -1,0 +1,158 @@
+"""`python -m manus_jax.train` with a real environment server: it runs, resumes, explains itself."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from manus_jax import command, train
+from manus_jax.rollout.trajectory import Trajectory
+from manus_jax.rollout.trajectory_files import read_trajectories
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "env.names = ['maze']",
+    "train.batch_size = 2",
+    "train.group_size = 4",
+    "train.val_tasks = 4",
+    "train.test_freq = 3",
+    "train.save_freq = 1",
+    "rollout.max_turns = 3",
+    "rollout.max_tokens_per_turn = 12",
+    "rollout.max_total_tokens = 512",
+    "engine.slots = 8",
+    "mesh.fsdp = 1",
+    "mesh.data = -1",
+    "data.max_length = 512",
+    "data.rows = 8",
+    "warm_start.steps = 2",
+    "warm_start.traces = 4",
+    "warm_start.batch_size = 4",
+    "scratch.vocab_size = 600",
+    "scratch.hidden_size = 16",
+    "scratch.intermediate_size = 32",
+    "scratch.num_layers = 1",
+    "scratch.num_heads = 2",
+    "scratch.head_dim = 8",
+    "algorithm.reward = 'length_penalty'",
+    "algorithm.reward_parameters = {'min_length': 400}",
+    "optimizer.lr = 0.01",
+)
+
+
+def arguments(run_dir, *more):
+    return [f"--gin_param={p}" for p in (*SMALL, f"train.run_dir = '{run_dir}'", *more)]
+
+
+def metrics(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_clock(lines):
+    """Nor what an engine has counted since its process began."""
+    own = ("second", "timing", "engine/")
+    return [{k: v for k, v in line.items() if not any(o in k for o in own)} for line in lines]
+
+
+@pytest.mark.bug("B34")
+def test_a_run_that_is_killed_again_and_again_ends_to_the_bit_where_an_untouched_one_does(tmp_path):
+    more = ("train.total_steps = 5", "algorithm.recipe = 'grpo'", "train.save_freq = 2")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    environment = {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+    def start(run_dir):
+        run = [sys.executable, "-m", "manus_jax.train", *arguments(run_dir, *more)]
+        return subprocess.Popen(run, cwd=ROOT, stdout=subprocess.DEVNULL, env=environment)
+
+    assert start(whole).wait() == 0
+    # In the warm start, in a rollout or an update, around a save, near the end; when exactly is
+    # chance, which must not matter.
+    for sign in ("warm_start", "trajectories/1.jsonl", "checkpoints/2", "trajectories/4.jsonl"):
+        process = start(killed)
+        while process.poll() is None and not (killed / sign).exists():
+            time.sleep(0.005)
+        time.sleep(random.random() * 0.2)
+        process.kill()
+        process.wait()
+    assert start(killed).wait() == 0
+
+    lines = metrics(whole)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    assert without_clock(metrics(killed)) == without_clock(lines)
+    for step in range(1, 6):
+        ours, theirs = (
+            [e.segments[0] for e in read_trajectories(d / "trajectories" / f"{step}.jsonl")]
+            for d in (whole, killed)
+        )
+        for a, b in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(a.token_ids, b.token_ids)
+            np.testing.assert_array_equal(a.log_probs, b.log_probs)
+    exports = [(d / "export" / "5" / "model.safetensors").read_bytes() for d in (whole, killed)]
+    assert exports[0] == exports[1]
+
+    # What was logged is what was trained on: exact tokens, and a mismatch of rounding size.
+    assert all(line["mismatch/log_prob_diff_mean"] < 1e-4 for line in lines[1:])
+    assert {"critic/score/mean", "actor/pg_loss", "actor/grad_norm", "val/maze/success_rate"} <= {
+        key for line in lines for key in line
+    }
+    phases = {k: v for k, v in lines[-1].items() if k.startswith("timing_s/")}
+    total = phases.pop("timing_s/step")
+    assert sum(phases.values()) == pytest.approx(total, rel=1e-6)
+    episodes = list(read_trajectories(whole / "trajectories" / "2.jsonl"))
+    assert len(episodes) == 8 and all(isinstance(e, Trajectory) for e in episodes)
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "gigpo", "remax"])
+def test_other_recipes_run_through_the_same_loop(tmp_path, recipe):
+    more = ("train.total_steps = 2", f"algorithm.recipe = '{recipe}'", "algorithm.ppo_epochs = 2")
+    train.main(arguments(tmp_path, *more, "train.val_before_train = False"))
+    last = metrics(tmp_path)[-1]
+    assert last["actor/grad_norm"] > 0
+    assert ("critic/vf_explained_var" in last) == (recipe == "ppo")
+
+
+def error_of(capsys, monkeypatch, *args):
+    monkeypatch.setattr(sys, "argv", ["train", *args])
+    with pytest.raises(SystemExit) as stopped:
+        command.run(train.main)
+    assert stopped.value.code == 2
+    text = capsys.readouterr().err.strip()
+    assert text.startswith("error: ") and "\n" not in text
+    return text
+
+
+@pytest.mark.bug("B5")
+@pytest.mark.parametrize(
+    ("param", "message"),
+    [
+        ("algorithm.recipe = 'grpoo'", "unknown recipe 'grpoo'"),
+        ("algorithm.recipe = 'dr_grpo'", "algorithm.norm_constant is not set"),
+        ("algorithm.aggregation = 'mean'", "unknown loss aggregation 'mean'"),
+        ("algorithm.reward = 'nice'", "nice"),
+        ("algorithm.corrections = ['x']", "'x'"),
+        ("train.group_size = 1", "train.group_size must be at least 2"),
+        ("rollout.max_total_tokens = 1024", "is more than data.max_length = 512"),
+        ("rollout.action_format = 'telepathy'", "telepathy"),
+        ("env.names = ['chess']", "chess"),
+        ("warm_start.steps = 0", "set warm_start.steps"),
+        ("mesh.tensor = 3", "not divisible by 3"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_written(
+    tmp_path, capsys, monkeypatch, param, message
+):
+    args = arguments(tmp_path / "run", param)
+    assert message in error_of(capsys, monkeypatch, *args)
+    assert not (tmp_path / "run").exists()
