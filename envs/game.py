@@ -1,9 +1,9 @@
-"""What an environment is, apart from HTTP: one session's game, and the spec that makes it a server.
+"""What an environment is, independent of HTTP: the game of one session, and the environment's spec.
 
-The one idea: a game is plain Python that turns an action string into a `Step`. Everything that
-AgentGym's protocol adds (ids, routes, field names, error shapes) is either a default of the id
-family or a small pure function in the environment's `EnvironmentSpec`, so that `envs.server` serves
-every environment alike.
+A game is plain Python that turns an action string into a `Step`. Everything that AgentGym's
+protocol adds (ids, routes, field names, error shapes) is either a default of the id family or a
+small pure function in the `EnvironmentSpec`, so `envs.server` serves all environments with the same
+code.
 """
 
 import asyncio
@@ -15,16 +15,16 @@ from pydantic import BaseModel
 
 
 class GameError(Exception):
-    """A request the game refuses: unknown item, step before reset, step after the end.
+    """A request that the game rejects: unknown item, step before reset, step after the end.
 
-    Never raised for an action that merely makes no sense: that is the agent's affair and gets an
-    observation. The server answers a GameError in the error shape of the environment's id family.
+    An invalid action is not a GameError; the agent gets an observation instead. The server reports
+    a GameError in the error shape of the environment's id family.
     """
 
 
 @dataclass(frozen=True)
 class Step:
-    """The outcome of one action; `info` holds what one environment answers beyond the rest."""
+    """The outcome of one action; `info` holds fields specific to one environment."""
 
     observation: str
     reward: float
@@ -33,46 +33,49 @@ class Step:
 
 
 class Game(Protocol):
-    """One session's game. It owns its random state: the same item plays the same way anywhere."""
+    """The game of one session. It owns its random state: an item plays the same way everywhere."""
 
     def reset(self, item: int) -> str:
-        """Start `item` and return its first observation; GameError for an unknown item."""
+        """Starts `item` and returns its first observation; GameError for an unknown item."""
         ...
 
     def step(self, action: str) -> Step:
-        """Play one action; GameError before the first reset and after the end."""
+        """Plays one action; GameError before the first reset and after the end."""
         ...
 
     def observation(self) -> str:
-        """The newest observation; GameError before the first reset."""
+        """The latest observation; GameError before the first reset."""
         ...
 
     def close(self) -> None:
-        """Free what the game holds (a process, a connection). Called once, at the very end."""
+        """Releases what the game holds (a process, a connection). Called once, at the end."""
         ...
 
 
 @dataclass(frozen=True)
 class Move:
-    """One turn of an oracle: the reason, and the exact string that goes into `Game.step`."""
+    """One turn of an oracle: the reason, and the exact string to pass to `Game.step`."""
 
     thought: str
     action: str
 
 
 Policy = Callable[[str], Move]
-"""Newest observation → next move. It holds no game, so it plays over HTTP as well as in process."""
+"""Latest observation → next move. It needs no game, so it can play over HTTP as well."""
+
+PlausibleActions = Callable[[Sequence[str]], Sequence[str]]
+"""All observations of an episode so far → actions that make sense now, at least one."""
 
 
 @dataclass
 class Session:
-    """What the server keeps of one live session. Answers read it; only the server writes it."""
+    """The server's state of one live session. Only the server modifies it."""
 
     id: int
     game: Game
     item: int | None = None
     last: Step | None = None
-    """The outcome of the last step, or of the reset with reward 0; None before the first reset."""
+    """The last step; after a reset, its observation with reward 0; None before the first reset."""
     total_reward: float = 0
     used_at: float = 0.0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -83,19 +86,19 @@ class Session:
 
     @property
     def current(self) -> Step:
-        """`last`, for the answers that exist only after a reset."""
+        """`last`, for responses that need a reset first."""
         if self.last is None:
             raise GameError(f"The environment {self.id} has not been reset: call reset first.")
         return self.last
 
 
 Answer = Callable[[Session], Any]
-"""A pure function from the session to the JSON value of a response."""
+"""Session → the JSON value of a response."""
 
 
 @dataclass(frozen=True)
 class SessionRoute:
-    """An extra route of one session. GET takes the id as query parameter, POST in the JSON body."""
+    """An extra route of a session. GET takes the id as query parameter, POST in the JSON body."""
 
     path: str
     answer: Answer
@@ -104,7 +107,7 @@ class SessionRoute:
 
 @dataclass(frozen=True)
 class StepRoute:
-    """An extra POST route that plays the action which `read` finds in the text it is sent."""
+    """An extra POST route that plays the action that `read` extracts from the text sent."""
 
     path: str
     read: Callable[[str], str]
@@ -113,20 +116,25 @@ class StepRoute:
 
 @dataclass(frozen=True)
 class StaticRoute:
-    """An extra GET route that belongs to no session."""
+    """An extra GET route without a session."""
 
     path: str
     answer: Callable[[], Any]
 
 
 def step_fields(session: Session) -> dict[str, Any]:
-    """`{"observation", "reward", "done"}`: how most servers answer a step."""
+    """`{"observation", "reward", "done"}`: the step response of most servers."""
     step = session.current
     return {"observation": step.observation, "reward": step.reward, "done": step.done}
 
 
 def observation_field(session: Session) -> dict[str, Any]:
     return {"observation": session.current.observation}
+
+
+def observation_pair(session: Session) -> list[Any]:
+    """`[observation, null]`: the reset response of webshop and sqlgym."""
+    return [session.current.observation, None]
 
 
 def observation_text(session: Session) -> str:
@@ -142,7 +150,7 @@ def nothing_missing() -> str | None:
 
 
 def fixed_splits(train: Sequence[int], test: Sequence[int]) -> Callable[[str], Sequence[int]]:
-    """The `items` function of an environment whose two splits are known sequences."""
+    """The `items` function of an environment whose splits are two known sequences."""
     splits = {"train": train, "test": test}
 
     def items(split: str) -> Sequence[int]:
@@ -155,39 +163,41 @@ def fixed_splits(train: Sequence[int], test: Sequence[int]) -> Callable[[str], S
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """All that `envs.server`, `envs.serve` and `envs.traces` know about one environment.
+    """An environment: its game, items and players, and how it is served.
 
-    `family` decides what a create answers by default and how failures look: "id" answers
-    HTTP 200 with `{"error": …}`, "env_idx" answers HTTP 500. A body that lacks a field is HTTP 422
-    in both.
+    `family` determines the default response to /create and the form of failures: HTTP 200 with
+    `{"error": …}` for "id", HTTP 500 for "env_idx". A body without a required field is HTTP 422 in
+    both.
     """
 
     name: str
     health: str
-    """What `GET /` answers, like "This is environment TextCraft." or "ok"."""
+    """The response to `GET /`, such as "This is environment TextCraft." or "ok"."""
     family: Literal["id", "env_idx"]
     item_field: str
-    """The name of the item in the body of /reset: data_idx, game, seed, item_id, session_id, id."""
+    """The field of the item in a /reset body: data_idx, game, seed, item_id, session_id, id."""
     new_game: Callable[[], Game]
     items: Callable[[str], Sequence[int]]
     """split ("train" or "test") → items. Disjoint, and the same on every machine."""
 
     oracle: Callable[[int], Policy] | None = None
-    """item → a fresh policy that wins it."""
+    """item → a new policy that wins it."""
+    plausible_actions: PlausibleActions | None = None
+    """What a random policy chooses from; None: the actions that the agent's prompt shows."""
     prefix: str = ""
-    """Goes before every route but the health check: "/maze"."""
+    """Precedes every route except the health check, such as "/maze"."""
     cheap: bool = False
-    """Reset and step take far less than a millisecond: run on the event loop, not in a thread."""
+    """Reset and step take well under a millisecond, so they run on the event loop, not a thread."""
     answers_when_done: bool = True
-    """Whether observation, detail and the extra routes still answer after the end of an episode."""
+    """Whether observation, detail and the extra routes still work after the end of an episode."""
     create_body: type[BaseModel] | None = None
-    """The obligatory body of /create, if there is one."""
+    """The required body of /create, if there is one."""
     create_item: Callable[[int, Any], int | None] | None = None
-    """(session id, parsed create body) → the item that /create starts at once."""
+    """(session id, parsed create body) → the item that /create starts, if any."""
     default_item: Callable[[Session], int] | None = None
-    """The item of a /reset that names none; without it the item is obligatory."""
+    """The item of a /reset without one; None: the item is required."""
     create_answer: Answer | None = None
-    """None: `{"id": n}` or the bare n, as the family has it."""
+    """None: `{"id": n}` or the bare n, depending on the family."""
     reset_answer: Answer = observation_field
     step_answer: Answer = step_fields
     observation_answer: Answer = observation_text
@@ -195,8 +205,8 @@ class EnvironmentSpec:
     """None: the environment has no /detail."""
     routes: tuple[SessionRoute | StepRoute | StaticRoute, ...] = ()
     max_sessions: int = 4096
-    """How many live sessions a server of this environment allows unless told otherwise."""
+    """The default limit on live sessions of a server."""
     max_action: int = 16_384
-    """Longer actions are cut to so many characters; the game then finds them to be invalid."""
+    """Actions are cut to this many characters."""
     requirements: Callable[[], str | None] = nothing_missing
-    """A sentence on what to install when an extra is missing, else None."""
+    """What to install or fix before the environment can run, in one sentence; else None."""

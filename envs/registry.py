@@ -1,7 +1,7 @@
-"""The environments by name. A new one is a folder with a SPEC, and a line here.
+"""The environments by name. To add one, create a folder with a SPEC and add a line here.
 
-Modules are imported only when their environment is asked for, so a missing extra hurts nobody else.
-One that lives elsewhere is named by its place, `my_package.my_env:SPEC`.
+A module is imported only when its environment is requested, so a missing extra affects only that
+environment. An environment outside this package is named by its location, `my_package.my_env:SPEC`.
 """
 
 import importlib
@@ -21,24 +21,24 @@ ENVIRONMENTS = {
 
 
 class UnknownEnvironment(Exception):
-    """No environment of that name is registered."""
+    """No environment with that name or location."""
 
 
 def load(name: str) -> EnvironmentSpec:
-    """The spec of a registered name or of a place; the error lists the names there are."""
-    place = name if ":" in name else ENVIRONMENTS.get(name)
-    if place is None:
+    """The spec of a registered name or of a location "module:SPEC"."""
+    location = name if ":" in name else ENVIRONMENTS.get(name)
+    if location is None:
         raise UnknownEnvironment(
             f"unknown environment {name!r}; there are: {', '.join(sorted(ENVIRONMENTS))}"
         )
-    module, _, attribute = place.partition(":")
+    module, _, attribute = location.partition(":")
     try:
         spec = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and something that it imports is not
+            raise  # the module exists, but something it imports does not
         raise UnknownEnvironment(
-            f"no module {error.name!r} for the environment {place!r}; is it on the Python path?"
+            f"no module {error.name!r} for the environment {location!r}; is it on the Python path?"
         ) from None
     if not isinstance(spec, EnvironmentSpec):
         raise UnknownEnvironment(f"the module {module!r} has no EnvironmentSpec {attribute!r}")

@@ -1,8 +1,7 @@
 """`python -m envs.serve NAME --port P`: serve an environment over AgentGym's protocol.
 
-The one idea: the process is easy to own. It listens on loopback and says in one line on stdout
-where it can be reached, once it can; it leaves at SIGTERM, and with `--parent_pid` also when the
-process that started it is gone, however that one died.
+The server listens on loopback by default and prints its URL on stdout as soon as it accepts
+connections. It exits on SIGTERM and, with `--parent_pid`, when that process ends for any reason.
 """
 
 import argparse
@@ -23,7 +22,7 @@ PARENT_CHECK_SECONDS = 0.5
 
 
 class _Server(uvicorn.Server):
-    """Announces itself once it accepts connections, and can follow another process to its end."""
+    """Prints its announcement once it accepts connections, and can exit with a parent process."""
 
     def __init__(self, config: uvicorn.Config, announcement: str, parent_pid: int | None) -> None:
         super().__init__(config)
@@ -35,16 +34,16 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         print(self._announcement, flush=True)
         if self._parent_pid is not None:
-            self._watcher = asyncio.create_task(self._leave_with(self._parent_pid))
+            self._watcher = asyncio.create_task(self._exit_with(self._parent_pid))
 
-    async def _leave_with(self, pid: int) -> None:
+    async def _exit_with(self, pid: int) -> None:
         while process_lives(pid):
             await asyncio.sleep(PARENT_CHECK_SECONDS)
         self.should_exit = True
 
 
 def process_lives(pid: int) -> bool:
-    """Whether the process runs; a dead one that nobody has waited for yet (a zombie) does not."""
+    """Whether the process is running; a zombie is not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -59,13 +58,13 @@ def process_lives(pid: int) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one. OSError when the address cannot be had."""
+    """A listening socket; port 0 selects a free one. OSError if the address is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
-        bound.listen(2048)  # now, so that of two servers started at once the second one is told
+        bound.listen(2048)  # at once, so that a second server on the same port fails here
     except OSError:
         bound.close()
         raise
@@ -74,36 +73,36 @@ def listen(host: str, port: int) -> socket.socket:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m envs.serve", description=__doc__)
-    parser.add_argument("name", help="the environment, e.g. textcraft, or a place: my_env:SPEC")
-    parser.add_argument("--port", type=int, required=True, help="0 takes a free port")
+    parser.add_argument("name", help="the environment, e.g. textcraft, or my_env:SPEC")
+    parser.add_argument("--port", type=int, required=True, help="0 selects a free port")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--max_sessions", type=int, help="live sessions at once")
+    parser.add_argument("--max_sessions", type=int, help="limit on live sessions")
     parser.add_argument(
         "--session_ttl", type=float, default=3600.0, help="seconds until an unused session is freed"
     )
-    parser.add_argument("--parent_pid", type=int, help="leave when this process is gone")
+    parser.add_argument("--parent_pid", type=int, help="exit when this process ends")
     parser.add_argument("--log_level", default="warning", choices=["info", "warning", "error"])
     options = parser.parse_args(arguments)
     if options.max_sessions is not None and options.max_sessions < 1:
-        _give_up(f"--max_sessions must be at least 1, not {options.max_sessions}")
+        _fail(f"--max_sessions must be at least 1, not {options.max_sessions}")
     if options.session_ttl <= 0:
-        _give_up(f"--session_ttl must be more than 0 seconds, not {options.session_ttl}")
+        _fail(f"--session_ttl must be more than 0 seconds, not {options.session_ttl}")
     if not 0 <= options.port <= 65535:
-        _give_up(f"--port must be between 0 and 65535, not {options.port}")
+        _fail(f"--port must be between 0 and 65535, not {options.port}")
 
     try:
         spec = load(options.name)
     except UnknownEnvironment as error:
-        _give_up(str(error))
+        _fail(str(error))
     missing = spec.requirements()
     if missing is not None:
-        _give_up(missing)
+        _fail(missing)
     try:
         bound = listen(options.host, options.port)
     except OSError as error:
-        _give_up(
+        _fail(
             f"cannot listen on {options.host}:{options.port}: {error.strerror or error}; "
-            "choose another --port (0 takes a free one)"
+            "choose another --port (0 selects a free one)"
         )
 
     app = build_app(spec, options.max_sessions, options.session_ttl)
@@ -116,17 +115,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     host = f"[{options.host}]" if ":" in options.host else options.host
     url = f"http://{host}:{bound.getsockname()[1]}{spec.prefix}"
-    # uvicorn raises the signal that stopped it once more when it is done: that is a normal end.
+    # After shutting down, uvicorn raises the signal again; that is a normal exit.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
+        signal.signal(number, _exit)
     _Server(config, f"serving {spec.name} at {url}", options.parent_pid).run(sockets=[bound])
 
 
-def _leave(*_: Any) -> NoReturn:
+def _exit(*_: Any) -> NoReturn:
     sys.exit(0)
 
 
-def _give_up(message: str) -> NoReturn:
+def _fail(message: str) -> NoReturn:
     print(f"envs.serve: {message}", file=sys.stderr)
     sys.exit(2)
 

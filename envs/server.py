@@ -1,10 +1,9 @@
 """The HTTP server of an environment: an `EnvironmentSpec` in, a FastAPI application out.
 
-The one idea: routes, field names, status codes and error shapes are those of AgentGym's servers of
-the same id family, so that AgentGym's own client plays on it unchanged; what the originals lack
-(a bound on sessions, expiry, a close everywhere, actions that cannot crash it) is added where no
-client can notice. Handlers read the body themselves: FastAPI's parameter machinery would cost more
-than a whole step of a cheap game.
+Routes, field names, status codes and error shapes match those of AgentGym's servers of the same id
+family, so AgentGym's own client works unchanged. Additions are invisible to clients: a limit on
+sessions, expiry, a close route everywhere, and actions that cannot crash the server. Handlers parse
+the body themselves, because FastAPI's parameter handling costs more than a step of a cheap game.
 """
 
 import asyncio
@@ -48,7 +47,7 @@ def build_app(
     session_ttl: float = 3600.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> FastAPI:
-    """The application that serves `spec`; sessions unused for `session_ttl` seconds are freed."""
+    """The application that serves `spec`. Sessions unused for `session_ttl` seconds are closed."""
     service = _Service(spec, max_sessions or spec.max_sessions, session_ttl, clock)
 
     @contextlib.asynccontextmanager
@@ -92,7 +91,7 @@ def build_app(
 
 
 class _Service:
-    """The handlers of one application, around one table of sessions."""
+    """The request handlers of one application and its session table."""
 
     def __init__(
         self, spec: EnvironmentSpec, max_sessions: int, ttl: float, clock: Callable[[], float]
@@ -142,7 +141,7 @@ class _Service:
             return self.spec.reset_answer(session)
 
     def stepping(self, answer: Answer, read: Callable[[str], str] = str) -> Handler:
-        """The handler of a route that plays the action which `read` finds in the text sent."""
+        """The handler of a route that plays the action that `read` extracts from the text sent."""
 
         async def handler(request: Request) -> Any:
             body: Any = await _read_body(request, self._step_body)
@@ -163,7 +162,7 @@ class _Service:
         return True
 
     def answering(self, method: str, answer: Answer) -> Handler:
-        """The handler of a route that only looks at its session."""
+        """The handler of a route that only reads its session."""
 
         async def handler(request: Request) -> Any:
             if method == "GET":
@@ -179,12 +178,12 @@ class _Service:
         return handler
 
     async def sweep(self) -> None:
-        """Free the sessions that nobody used for a while."""
+        """Closes expired sessions."""
         for session in self.table.take_expired():
             await self._drop(session)
 
     async def sweep_forever(self) -> None:
-        """Frees abandoned sessions even when no request comes any more."""
+        """Closes expired sessions even if no more requests arrive."""
         while True:
             await asyncio.sleep(min(max(self._ttl / 4, 0.05), 60.0))
             await self.sweep()
@@ -205,7 +204,7 @@ class _Service:
         session.total_reward = 0
 
     async def _drop(self, session: Session) -> None:
-        """Take the session out and close its game; a failure to close is only reported."""
+        """Removes the session and closes its game; a failure to close is only logged."""
         self.table.remove(session.id)
         async with session.lock:
             try:
@@ -215,7 +214,7 @@ class _Service:
 
     @contextlib.asynccontextmanager
     async def _session(self, session_id: int) -> AsyncIterator[Session]:
-        """The live session, held alone: a second request waits, and notices if it was closed."""
+        """Exclusive access to a live session. A waiting request fails if it is closed meanwhile."""
         session = self.table.get(session_id)
         async with session.lock:
             if session not in self.table:
@@ -227,7 +226,7 @@ class _Service:
 
 
 def clean_action(action: str, limit: int) -> str:
-    """At most `limit` characters, and U+FFFD for what is no text, which no game understands."""
+    """The first `limit` characters, with control characters and surrogates replaced by U+FFFD."""
     return _UNPRINTABLE.sub("\ufffd", action[:limit])
 
 
@@ -262,8 +261,7 @@ def _endpoint(
         except (RequestValidationError, HTTPException):
             raise
         except Exception:
-            # A bug in one game must not cost other sessions their connections, as uvicorn's own
-            # handling would: it drops the connection that saw an exception.
+            # uvicorn would drop the connection, which other sessions of the client may share.
             _logger.exception("%s %s failed", request.method, request.url.path)
             return Response("Internal Server Error", 500, media_type="text/plain")
         content = json.dumps(value, ensure_ascii=False, separators=(",", ":"))

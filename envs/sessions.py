@@ -1,9 +1,8 @@
-"""The live sessions of one server: who exists, who may be added, who has been forgotten.
+"""The live sessions of one server.
 
-The one idea: a table ordered by last use, with an injected clock and no I/O of its own. Abandoned
-sessions are always at its front, so expiry costs nothing while there are none. All calls come from
-the event loop's thread, so the table needs no lock; what happens inside one session is guarded by
-the session's own.
+The table is ordered by last use, so expired sessions are always at its front and checking for them
+is cheap. It takes an injected clock and does no I/O. All calls come from the event loop's thread,
+so the table needs no lock; each session has its own.
 """
 
 import itertools
@@ -14,7 +13,7 @@ from envs.game import Game, GameError, Session
 
 
 class SessionTable:
-    """At most `max_sessions` live sessions; one unused for `ttl` seconds counts as expired."""
+    """At most `max_sessions` live sessions, which expire when unused for `ttl` seconds."""
 
     def __init__(self, max_sessions: int, ttl: float, clock: Callable[[], float]) -> None:
         self._max_sessions = max_sessions
@@ -23,9 +22,6 @@ class SessionTable:
         self._ids = itertools.count()
         self._sessions: OrderedDict[int, Session] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._sessions)
-
     def __contains__(self, session: Session) -> bool:
         return session.id in self._sessions
 
@@ -33,7 +29,7 @@ class SessionTable:
         return sorted(self._sessions)
 
     def check_room(self) -> None:
-        """GameError when the server is full."""
+        """Raises GameError if the server is full."""
         if len(self._sessions) >= self._max_sessions:
             raise GameError(
                 f"The server already has {self._max_sessions} live sessions: close some, "
@@ -41,14 +37,14 @@ class SessionTable:
             )
 
     def add(self, game: Game) -> Session:
-        """A new session around `game`. Its id was never used before in this table."""
+        """A new session for `game`, with an id that was never used before."""
         self.check_room()
         session = Session(id=next(self._ids), game=game, used_at=self._clock())
         self._sessions[session.id] = session
         return session
 
     def get(self, session_id: int) -> Session:
-        """The live session of that id, marked as used now; GameError when there is none."""
+        """The live session with that id, marked as used now; GameError if there is none."""
         session = self._sessions.get(session_id)
         if session is None:
             raise GameError(f"The id {session_id} is not valid.")
@@ -56,7 +52,7 @@ class SessionTable:
         return session
 
     def touch(self, session: Session) -> None:
-        """Mark as used now, unless it was removed meanwhile."""
+        """Marks a session as used now, unless it has been removed."""
         session.used_at = self._clock()
         if session in self:
             self._sessions.move_to_end(session.id)
@@ -65,7 +61,7 @@ class SessionTable:
         return self._sessions.pop(session_id, None)
 
     def take_expired(self) -> list[Session]:
-        """Remove and return the sessions unused for `ttl` seconds, but for one in mid-step."""
+        """Removes and returns expired sessions, except those in the middle of a request."""
         oldest_allowed = self._clock() - self._ttl
         expired = []
         for session in self._sessions.values():
@@ -78,7 +74,7 @@ class SessionTable:
         return expired
 
     def take_all(self) -> list[Session]:
-        """Empty the table, for the end of the server."""
+        """Removes and returns all sessions, at shutdown."""
         sessions = list(self._sessions.values())
         self._sessions.clear()
         return sessions

@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from envs.babyai.game import BabyAIGame
+from envs.babyai.game import BabyAIGame, plausible_actions
 from envs.babyai.levels import items
 from envs.babyai.oracle import oracle
 from envs.babyai.picture import data_uri
@@ -29,6 +29,7 @@ SPEC = EnvironmentSpec(
     new_game=BabyAIGame,
     items=items,
     oracle=oracle,
+    plausible_actions=plausible_actions,
     answers_when_done=False,
     reset_answer=_started,
     step_answer=_stepped,

@@ -1,10 +1,11 @@
-"""BabyAI as a text game: a sentence goes in, what the agent then sees comes out.
+"""BabyAI as a text game: an action sentence goes in, a description of the new view comes out.
 
-The one idea: each action sentence is carried out as minigrid's own low-level actions, and minigrid
-judges. Success, failure of the mission and the end of the step allowance all end the episode; the
-reward is minigrid's 1 - 0.9 * steps / allowance, given once.
+Each action is executed as low-level minigrid actions, and minigrid decides the outcome. Success,
+failure of the mission and reaching the step limit all end the episode. The reward is minigrid's
+1 - 0.9 * steps / limit, given once.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ LIST_ACTIONS = "check available actions"
 
 
 class BabyAIGame:
-    """One session's level."""
+    """The level of one session."""
 
     def __init__(self) -> None:
         self._level: Any = None
@@ -29,7 +30,7 @@ class BabyAIGame:
 
     @property
     def level(self) -> Any:
-        """The minigrid environment in play."""
+        """The current minigrid environment."""
         if self._level is None:
             raise GameError("The game has not been reset: call reset with a data_idx first.")
         return self._level
@@ -63,13 +64,13 @@ class BabyAIGame:
         self._level = None
 
     def ways(self) -> dict[Cell, list[str]]:
-        """The minigrid actions that lead up to each thing in sight within reach, by its cell."""
+        """The minigrid actions that lead to each reachable thing in sight, by its cell."""
         if self._ways is None:
             self._ways = walks(self.level, self.sight)
         return self._ways
 
     def available_actions(self) -> list[str]:
-        """What the agent can do now, in the order in which the observation lists it."""
+        """What the agent can do now, in the order of the observation."""
         sight = self.sight
         ways = self.ways()
         actions = ["turn left", "turn right"]
@@ -94,7 +95,7 @@ class BabyAIGame:
         return [*actions, LIST_ACTIONS]
 
     def _play(self, action: str) -> str:
-        """Carry out `action` and say what came of it."""
+        """Executes `action` and describes the result."""
         sight = self.sight
         if action in ("turn left", "turn right"):
             return self._act([action.removeprefix("turn ")])
@@ -117,7 +118,7 @@ class BabyAIGame:
         return UNRECOGNIZED
 
     def _approach(self, verb: str, thing: Thing, moves: Sequence[str]) -> str:
-        """Walk up to `thing` and do `moves` there, if the verb suits it."""
+        """Walks to `thing` and executes `moves` there, if the verb applies to it."""
         if verb in ("pickup", "pick up") and (thing.is_door or self.sight.carrying is not None):
             return UNRECOGNIZED
         if verb.endswith("go through"):
@@ -158,7 +159,7 @@ class BabyAIGame:
         return None
 
     def _act(self, moves: Sequence[str]) -> str:
-        """Do minigrid actions until they are done or the episode ends."""
+        """Executes minigrid actions until all are done or the episode ends."""
         level = self.level
         ending = ""
         for move in moves:
@@ -181,6 +182,12 @@ class BabyAIGame:
         return self._observation
 
 
+def plausible_actions(observations: Sequence[str]) -> Sequence[str]:
+    """The actions that the latest observation lists."""
+    listed = observations[-1].rpartition("Available actions: ")[2]
+    return re.findall(r'"([^"]+)"', listed) or [LIST_ACTIONS]
+
+
 _VERBS: dict[str, tuple[str, ...]] = {
     "go to": (),
     "pickup": ("pickup",),
@@ -188,7 +195,7 @@ _VERBS: dict[str, tuple[str, ...]] = {
     "go through": ("forward",),
     "toggle and go through": ("toggle", "forward"),
 }
-"""Each verb that takes a thing, and what is done once the agent stands in front of the thing."""
+"""Each verb that takes a thing → the minigrid actions once the agent stands in front of it."""
 
 _ENDINGS = {
     (True, True): "\n The task is completed.",

@@ -1,8 +1,8 @@
 """The 40 BabyAI levels by item number.
 
-The one idea: an item is `level + 40 * seed`, in the order in which AgentGym numbers the levels, so
-that an item of its data sets is the same room with the same goal here. minigrid seeds its own
-generator per level; nothing global is touched.
+An item is `level + 40 * seed`, in AgentGym's order of the levels, so an item of its datasets is the
+same room with the same goal here. minigrid seeds a separate generator per level; no global random
+state is used.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ LEVELS = (
     "GoToRedBallGrey",
     "GoToRedBall",
     "GoToRedBallNoDists",
-    # AgentGym's table says GoToObjS6, but the rooms of its recorded episodes are of GoToObjS4.
+    # AgentGym's table says GoToObjS6, but its recorded episodes show rooms of GoToObjS4.
     "GoToObjS4",
     "GoToLocalS8N7",
     "GoToObjMazeS7",
@@ -59,23 +59,23 @@ LEVELS = (
 SEEDS = 1000
 TEST_SEEDS = range(900, SEEDS)
 UNWINNABLE = ("OpenDoorsOrderN4Debug",)
-"""In no split: minigrid judges the first door of its ordered missions as the wrong second one."""
+"""In no split: minigrid mistakes the first door of its ordered missions for a wrong second one."""
 
 
-def _say_nothing(*_: object) -> None:
-    """Takes the place of `print` where minigrid reports each rejected layout on standard output."""
+def _discard(*_: object) -> None:
+    """Replaces `print` where minigrid reports each rejected layout on standard output."""
 
 
-setattr(roomgrid_level, "print", _say_nothing)  # noqa: B010  (a module attribute mypy does not know)
+setattr(roomgrid_level, "print", _discard)  # noqa: B010  (a module attribute mypy does not know)
 
 
 def item_of(level: str, seed: int) -> int:
-    """The item number of a level (by its name in `LEVELS`) and a seed."""
+    """The item of a level (a name in `LEVELS`) and a seed."""
     return LEVELS.index(level) + len(LEVELS) * seed
 
 
 def new_level(item: int) -> Any:
-    """The minigrid environment of `item`, at its first state."""
+    """The minigrid environment of `item` in its initial state."""
     if not 0 <= item < len(LEVELS) * SEEDS:
         raise GameError(
             f"The data_idx {item} does not exist: babyai has 0 to {len(LEVELS) * SEEDS - 1}."

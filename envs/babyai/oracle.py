@@ -1,10 +1,10 @@
-"""A player that wins: minigrid's own bot, told in sentences.
+"""The BabyAI oracle: minigrid's bot, with its low-level moves merged into action sentences.
 
-The one idea: the bot plays a private copy of the level to the end; its turns and paces are then
-gathered into the fewest sentences that pass through the same states ("pickup red key 1" for the
-walk to the key and the grasp), and the gathered plan is played once to be sure that it wins. Where
-gathering loses (a mission with stations on the way), the bot's single moves are told one by one.
-A short opening of our own helps the bot into the three levels that it cannot start.
+The bot plays a private copy of the level to the end. Its moves are then merged into as few
+sentences as possible that pass through the same states ("pickup red key 1" for the walk to the key
+and the pickup), and the merged plan is played once to verify that it wins. Where it does not, as in
+missions with waypoints, the single moves are used instead. In three levels that the bot cannot
+start, a scripted opening precedes it.
 """
 
 from collections.abc import Iterator
@@ -20,17 +20,17 @@ from envs.game import Move, Policy
 Pose = tuple[int, int, int]
 WALKING = ("left", "right", "forward")
 LOOKS_PER_MOVE = 5_000
-"""How often the bot may look at the level for one move. It needs some 200; in rare rooms it plans
-in circles for ever."""
+"""Limit on the bot's accesses to the level per move. It needs about 200; in rare rooms it never
+stops planning."""
 _SINGLE = {"left": "turn left", "right": "turn right", "forward": "move forward", "drop": "drop"}
 
 
 class _BotIsStuck(Exception):
-    """The bot does not come to a decision."""
+    """The bot exceeded its limit for one move."""
 
 
 class _Watched:
-    """A level that raises `_BotIsStuck` when it has been looked at too often for one move."""
+    """A level that raises `_BotIsStuck` when it is accessed too often for one move."""
 
     def __init__(self, level: Any) -> None:
         self._level = level
@@ -48,7 +48,7 @@ class _Watched:
 
 
 def oracle(item: int) -> Policy:
-    """A policy for `item`. In a few rooms the bot gives up, and the policy does nothing more."""
+    """A policy for `item`. In a few rooms the bot gives up, and the policy then does nothing."""
     plan = iter(_sentences(item))
 
     def policy(_: str) -> Move:
@@ -60,8 +60,8 @@ def oracle(item: int) -> Policy:
 
 def _sentences(item: int) -> list[str]:
     moves, poses = _record(item)
-    gathered = list(_gather(item, moves, poses))
-    return gathered if _wins(item, gathered) else list(_one_by_one(item, moves))
+    merged = list(_merge(item, moves, poses))
+    return merged if _wins(item, merged) else list(_single_moves(item, moves))
 
 
 def _record(item: int) -> tuple[list[str], list[Pose]]:
@@ -92,19 +92,19 @@ def _solve(level: Any, name: str) -> Iterator[str]:
             yield taken.name
             watched.looks = 0
     except (_BotIsStuck, AssertionError):
-        # An assertion is how the bot says that its plan has come to nothing.
+        # The bot fails an assertion when its plan fails.
         return
 
 
 def _put_down(level: Any) -> Iterator[str]:
-    """Drop what the agent carries on the first free cell, turning to the right."""
+    """Drops what the agent carries on the first free cell, turning right."""
     while level.grid.get(*level.front_pos) is not None:
         yield "right"
     yield "drop"
 
 
 def _unlock_all(level: Any) -> Iterator[str]:
-    """Open locked doors while there is one for which a key can be had, from a box if need be."""
+    """Opens all locked doors for which a key can be reached, from a box if necessary."""
     while True:
         things = _things(level)
         ways = reach(level, things)
@@ -138,8 +138,8 @@ def _things(level: Any) -> dict[tuple[int, int], Any]:
     return {at: thing for at in cells if (thing := grid.get(*at)) and thing.type != "wall"}
 
 
-def _gather(item: int, moves: list[str], poses: list[Pose]) -> Iterator[str]:
-    """Sentences that pass through the states of `moves`, each as far on as it can reach."""
+def _merge(item: int, moves: list[str], poses: list[Pose]) -> Iterator[str]:
+    """Sentences that pass through the states of `moves`, each covering as many as possible."""
     game = BabyAIGame()
     game.reset(item)
     done = 0
@@ -157,9 +157,9 @@ def _gather(item: int, moves: list[str], poses: list[Pose]) -> Iterator[str]:
 def _longest(
     game: BabyAIGame, moves: list[str], poses: list[Pose], done: int, until: int
 ) -> tuple[int, str | None]:
-    """The sentence that covers most of `moves[done:]`: (how many moves are then done, sentence).
+    """The sentence that covers most of `moves[done:]`: (number of moves then done, sentence).
 
-    `until` is the first move from `done` on that is no walking.
+    `until` is the index of the first move from `done` on that is not walking.
     """
     best: tuple[int, str | None] = (done + 1, None)
     ways = game.ways()
@@ -190,7 +190,7 @@ def _split(action: str) -> tuple[str, str, str]:
     return action, "", ""
 
 
-def _one_by_one(item: int, moves: list[str]) -> Iterator[str]:
+def _single_moves(item: int, moves: list[str]) -> Iterator[str]:
     game = BabyAIGame()
     game.reset(item)
     for move in moves:

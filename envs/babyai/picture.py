@@ -1,7 +1,6 @@
-"""A level as a picture: what `POST /render` answers.
+"""A level as a picture, for `POST /render`.
 
-The one idea: a PNG is a few length-prefixed chunks around zlib data, so no imaging library is
-needed.
+A PNG file is a few length-prefixed chunks around zlib data, so no imaging library is needed.
 """
 
 import base64
@@ -21,7 +20,7 @@ def data_uri(level: Any) -> str:
 
 
 def _png(image: np.ndarray) -> bytes:
-    """A PNG file of an RGB image of bytes, `[height, width, 3]`."""
+    """An RGB image of bytes `[height, width, 3]` as a PNG file."""
     height, width, _ = image.shape
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     lines = b"".join(b"\0" + image[row].tobytes() for row in range(height))

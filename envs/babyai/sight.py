@@ -1,8 +1,8 @@
-"""What the agent sees, in words, and the way to a thing it sees.
+"""What the agent sees, in words, and the paths to the things it sees.
 
-The one idea: everything is told from where the agent stands. A `Sight` names the visible things,
-nearest first, by (steps in front, steps to the right). The way to one of them is planned on the
-level's whole grid, as AgentGym does, so it may lead through cells behind the agent's back.
+Positions are relative to the agent: a `Sight` lists the visible things, nearest first, by (steps in
+front, steps to the right). As in AgentGym, the path to a thing is planned on the whole grid of the
+level, so it may lead through cells that the agent does not see.
 """
 
 from collections import deque
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 Cell = tuple[int, int]
-"""(steps in front of the agent, steps to its right); negative steps lie to its left."""
+"""(steps in front of the agent, steps to its right); negative steps are to its left."""
 
 HERE: Cell = (0, 0)
 AHEAD: Cell = (1, 0)
 
 HEADINGS = ((1, 0), (0, 1), (-1, 0), (0, -1))
-"""minigrid's directions as (x, y): one turn to the right is one further."""
+"""minigrid's directions as (x, y), in the order of turning right."""
 
 
 @dataclass(frozen=True)
 class Thing:
-    """A visible object or door, by a name unique in its sight: "grey ball 2", "red open door 1"."""
+    """A visible object or door with a unique name: "grey ball 2", "red open door 1"."""
 
     name: str
     cell: Cell
@@ -36,19 +36,19 @@ class Thing:
 
 @dataclass(frozen=True)
 class Sight:
-    """All that is visible in one state of a level."""
+    """Everything visible in one state of a level."""
 
     things: Mapping[str, Thing]
     """By name, nearest first."""
     facing: tuple[str, int] | None
-    """("wall" or "box", distance) straight ahead; None when a door comes first, or nothing."""
+    """("wall" or "box", distance) straight ahead; None if a door or nothing is there first."""
     sees_anything: bool
-    """Whether there is so much as a wall in view."""
+    """Whether anything is in view, including walls."""
     carrying: str | None
     """Colour and type of the carried object."""
 
     def ahead(self) -> Thing | None:
-        """The thing right in front of the agent."""
+        """The thing directly in front of the agent."""
         return next((thing for thing in self.things.values() if thing.cell == AHEAD), None)
 
     def describe(self) -> str:
@@ -67,7 +67,7 @@ class Sight:
 
 
 def look(level: Any) -> Sight:
-    """The sight of the agent in a minigrid `level`."""
+    """What the agent sees in a minigrid `level`."""
     grid, visible = level.gen_obs_grid()
     size = level.agent_view_size
     found: list[tuple[Cell, Any]] = []
@@ -95,16 +95,16 @@ def look(level: Any) -> Sight:
 
 
 def walks(level: Any, sight: Sight) -> dict[Cell, list[str]]:
-    """The walks of `reach` to the things in sight, by their cells."""
+    """The walks of `reach` to the things in sight, by cell."""
     cells = {_position(level, thing.cell): thing.cell for thing in sight.things.values()}
     return {cells[at]: way for at, way in reach(level, cells).items()}
 
 
 def reach(level: Any, targets: Iterable[tuple[int, int]]) -> dict[tuple[int, int], list[str]]:
-    """For each (x, y) target within reach, the shortest walk that ends right in front of it.
+    """For each reachable (x, y) target, the shortest walk that ends directly in front of it.
 
-    A walk is a list of "left", "right" and "forward", through free cells and open doors of the
-    whole grid; at its end the agent faces the target.
+    A walk is a list of "left", "right" and "forward" through free cells and open doors of the whole
+    grid. At its end the agent faces the target.
     """
     wanted = set(targets)
     found: dict[tuple[int, int], list[str]] = {}
@@ -130,7 +130,7 @@ def reach(level: Any, targets: Iterable[tuple[int, int]]) -> dict[tuple[int, int
 
 
 def _position(level: Any, cell: Cell) -> tuple[int, int]:
-    """The (x, y) in the grid of a cell seen by the agent."""
+    """The (x, y) grid position of a cell relative to the agent."""
     front, right = cell
     facing_x, facing_y = HEADINGS[level.agent_dir]
     x, y = (int(coordinate) for coordinate in level.agent_pos)

@@ -1,8 +1,7 @@
-"""The text maze: find the goal by the walls around you, within 50 moves.
+"""The text maze: reach the goal within 50 moves, guided by the walls around you.
 
-The one idea: observations and rewards are those of AgentGym's maze (LMRL-Gym's, fully observed): an
-action that is no move, or runs into a wall, changes nothing but the count; the move after the limit
-fails whatever it is.
+Observations and rewards are those of AgentGym's maze (LMRL-Gym's, fully observed). An action that
+is not a move, or runs into a wall, only increases the move count. Any action after the limit fails.
 """
 
 from envs.game import GameError, Step
@@ -18,7 +17,7 @@ _SIDES = {
 
 
 class MazeGame:
-    """One session: a maze, where the agent stands, how often it has moved."""
+    """One session: a maze, the agent's position and its number of moves."""
 
     def __init__(self) -> None:
         self._maze: Maze | None = None
@@ -66,7 +65,7 @@ class MazeGame:
 
 
 def describe(layout: Maze, position: Position) -> str:
-    """The observation at a position: goal, position and the walls on its four sides."""
+    """The observation at a position: the goal, the position and the walls around it."""
     walls = [
         side
         for side, move in _SIDES.items()

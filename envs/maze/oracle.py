@@ -1,4 +1,4 @@
-"""Walks the shortest way and says where the goal lies: the policy behind recorded maze episodes."""
+"""The maze oracle: walks the shortest path and says where the goal is."""
 
 import re
 
@@ -9,7 +9,7 @@ _POSITION = re.compile(r"current position is at position (\d+), (\d+)")
 
 
 def oracle(item: int) -> Policy:
-    """A policy for `item`: reads its position in the observation and knows the way from there."""
+    """A policy for `item`, which reads the position from the observation."""
     layout = maze(item)
     steps = layout.distances()
 

@@ -1,8 +1,8 @@
-"""The mazes: an item is a seed, and the seed alone decides walls, start and goal.
+"""The mazes. An item is a seed, which determines walls, start and goal.
 
-The one idea: carve a perfect maze by depth-first search, open a few more walls so that there can be
-more than one way, and choose a start within the step limit of the goal. Only `Random.random()` is
-used, whose sequence Python guarantees for a given seed, so an item is the same maze everywhere.
+A perfect maze is carved by depth-first search, a few more walls are opened so that there can be
+several paths, and the start is chosen within the step limit of the goal. Only `Random.random()` is
+used, whose sequence Python guarantees for a seed, so an item is the same maze everywhere.
 """
 
 import functools
@@ -51,7 +51,7 @@ class Maze:
 
 @functools.cache
 def maze(item: int) -> Maze:
-    """The maze of an item; GameError when there is none."""
+    """The maze of an item; GameError for an unknown item."""
     if item not in TRAIN and item not in TEST:
         raise GameError(f"The game {item} is not valid: there are 0 to {TEST[-1]}.")
     rng = random.Random(FIRST_SEED + item)
@@ -73,7 +73,7 @@ def _choose(options: Sequence[T], rng: random.Random) -> T:
 
 
 def _carve(height: int, width: int, rng: random.Random) -> frozenset[Position]:
-    """Rooms at odd rows and columns, joined by opening the wall between two of them."""
+    """Rooms at odd rows and columns, connected by opening walls between neighbours."""
     first = (1, 1)
     open_cells = {first}
     trail = [first]

@@ -17,7 +17,7 @@ from envs.sciworld.tasks import items, pair
 
 
 def oracle(item: int) -> Policy:
-    """A policy that follows ScienceWorld's own gold path."""
+    """A policy that follows ScienceWorld's gold path."""
     task, variation = pair(item)
     simulator = POOL.lease()
     try:
@@ -99,13 +99,13 @@ def _state(session: Session) -> dict[str, Any]:
 
 
 def _action_in(text: str) -> str:
-    """The action in the agent's text: what comes after "Action:", or the whole of it."""
+    """The text after "Action:", or the whole text without one."""
     parts = text.removesuffix("</s>").split("Action:")
     return parts[1].strip() if len(parts) > 1 else parts[0]
 
 
 def _watched(session: Session) -> dict[str, Any]:
-    """The outcome of a step with all that a viewer shows besides; it costs many times the step."""
+    """The outcome of a step with extra data for viewers, which costs many times the step itself."""
     step, game = session.current, _game(session)
 
     def look(simulator: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""ScienceWorld as a game: one session's simulator, spoken to in its own words.
+"""ScienceWorld as a game, played on the simulator of a session.
 
-The one idea: a step asks the simulator for the outcome, the score and nothing else. The list of
-valid actions, which costs ten times a step, is made only when somebody asks for it.
+A step queries only the outcome and the score. The list of valid actions, which costs ten times a
+step, is computed only on request.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class SciWorld:
-    """One session, with a simulator of the pool for as long as it lives."""
+    """One session, which leases a simulator from the pool until it is closed."""
 
     def __init__(self, pool: SimulatorPool = POOL) -> None:
         self._pool = pool
@@ -32,7 +32,7 @@ class SciWorld:
 
     @property
     def task(self) -> Task:
-        """The task in play."""
+        """The current task."""
         if self._task is None:
             raise GameError("The game has not been reset: call reset with a data_idx first.")
         return self._task
@@ -81,12 +81,12 @@ class SciWorld:
             self._simulator = None
 
     def query(self, question: Callable[[Any], T]) -> T:
-        """What the simulator says about the state of the task in play."""
-        self.task  # noqa: B018  (refuses before the first reset)
+        """The result of a query about the current state."""
+        self.task  # noqa: B018  (raises before the first reset)
         return self._ask(question)
 
     def _ask(self, question: Callable[[Any], T]) -> T:
-        """Put a question to the simulator; one that is gone is replaced at the next reset."""
+        """Queries the simulator. One that has died is replaced at the next reset."""
         if self._simulator is None:
             raise GameError("The simulator of this session is gone: reset to get another.")
         try:

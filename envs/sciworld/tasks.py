@@ -1,8 +1,8 @@
 """The items of ScienceWorld: (task, variation) pairs in AgentGym's numbering.
 
-The one idea: AgentGym counts through the variations of 23 of the 30 tasks, in the order of the task
-ids. The counts are written down here, so that items and splits are known without a simulator; the
-splits are ScienceWorld's own.
+AgentGym numbers the variations of 23 of the 30 tasks consecutively, in the order of the task ids.
+The counts are listed here so that items and splits are known without a simulator. The splits are
+ScienceWorld's own.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from envs.game import GameError, fixed_splits
 
 @dataclass(frozen=True)
 class Task:
-    """A task: variations below `train_end` are to train on, those from `test_start` to test on."""
+    """A task. Variations below `train_end` are for training, from `test_start` on for testing."""
 
     name: str
     variations: int
@@ -50,7 +50,7 @@ ITEMS = sum(task.variations for task in TASKS)
 
 
 def pair(item: int) -> tuple[Task, int]:
-    """The task and variation of an item; GameError when there is none."""
+    """The task and variation of an item; GameError for an unknown item."""
     if 0 <= item < ITEMS:
         variation = item
         for task in TASKS:

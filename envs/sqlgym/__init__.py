@@ -1,24 +1,20 @@
-"""SQL questions over small databases, served as AgentGym's `sqlgym`."""
+"""SQL questions on small databases, served as AgentGym's `sqlgym`."""
 
 from typing import Any
 
-from envs.game import EnvironmentSpec, Move, Policy, Session
+from envs.game import EnvironmentSpec, Move, Policy, Session, observation_pair
 from envs.sqlgym.game import SqlGame
 from envs.sqlgym.tasks import items, question
 
 
 def oracle(item: int) -> Policy:
-    """A policy that knows the reference query of the item."""
+    """A policy that answers with the reference query."""
     asked = question(item)
 
     def policy(_: str) -> Move:
         return Move(f'I need the rows that answer "{asked.text}"', asked.sql)
 
     return policy
-
-
-def _started(session: Session) -> list[Any]:
-    return [session.current.observation, None]
 
 
 def _stepped(session: Session) -> dict[str, Any]:
@@ -39,6 +35,6 @@ SPEC = EnvironmentSpec(
     new_game=SqlGame,
     items=items,
     oracle=oracle,
-    reset_answer=_started,
+    reset_answer=observation_pair,
     step_answer=_stepped,
 )

@@ -1,6 +1,6 @@
-"""The five databases: a shop, a school, a library, an airline and a hospital.
+"""Declarations of the five databases: a shop, a school, a library, an airline and a hospital.
 
-The one idea: declarations only. The rows follow from `envs.sqlgym.schema`, seeded by the names.
+`envs.sqlgym.schema` generates their rows, seeded by the names.
 """
 
 from envs.sqlgym.schema import Database, Table, category, day, label, number, ref

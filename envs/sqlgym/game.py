@@ -1,7 +1,7 @@
-"""SQL questions as a game: one query, one verdict.
+"""SQL questions as a game with a single query per episode.
 
-The one idea: the query's result is compared with that of the reference query as a set of rows, so
-any SQL that answers the question wins, however it is written.
+The result is compared with that of the reference query as a set of rows, so any SQL that answers
+the question wins.
 """
 
 from envs.game import GameError, Step
@@ -14,7 +14,7 @@ STATE_CHARACTERS = 100
 
 
 class SqlGame:
-    """One session's question."""
+    """The question of one session."""
 
     def __init__(self) -> None:
         self._question: Question | None = None
@@ -36,7 +36,7 @@ class SqlGame:
         try:
             rows = run(data, action)
             right = same_rows(rows, run(data, asked.sql))
-            # A row takes more than one character, so that the rest would be cut anyway.
+            # A row has more than one character, so the rest would be cut anyway.
             state = str(rows[:STATE_CHARACTERS])
         except QueryError as error:
             state = str(error)

@@ -1,8 +1,7 @@
-"""A stranger's SQL, run safely.
+"""Safe execution of untrusted SQL.
 
-The one idea: every query gets its own private copy of the database in memory, an authorizer that
-lets it read and nothing else, and a budget of instructions, rows and bytes, so that what a query
-costs and what it may touch does not depend on how well-meaning it is.
+Every query runs on a private in-memory copy of the database, with an authorizer that allows only
+reading and a budget of instructions, time, rows and bytes.
 """
 
 import sqlite3
@@ -12,7 +11,7 @@ from typing import Any
 
 MAX_INSTRUCTIONS = 3_000_000
 MAX_SECONDS = 3.0
-"""For instructions that are slow one by one; an honest query takes a thousandth of it."""
+"""For slow individual instructions; a normal query takes a thousandth of it."""
 MAX_ROWS = 10_000
 MAX_BYTES = 1_000_000
 _INSTRUCTIONS_PER_CHECK = 5_000
@@ -36,11 +35,11 @@ Row = tuple[Any, ...]
 
 
 class QueryError(Exception):
-    """The query failed or was stopped; the message is for the agent."""
+    """The query failed or was interrupted; the message is shown to the agent."""
 
 
 def run(image: bytes, sql: str) -> list[Row]:
-    """The rows of one SELECT on the database of that image."""
+    """The rows of one SELECT on the serialized database `image`."""
     connection = sqlite3.connect(":memory:")
     try:
         connection.deserialize(image)
@@ -57,7 +56,7 @@ def run(image: bytes, sql: str) -> list[Row]:
 
 
 def same_rows(left: Sequence[Row], right: Sequence[Row]) -> bool:
-    """Whether two results hold the same set of rows. Numbers count as equal to six decimals."""
+    """Whether two results contain the same set of rows. Floats are rounded to six decimals."""
     return {_comparable(row) for row in left} == {_comparable(row) for row in right}
 
 
@@ -85,7 +84,7 @@ def _authorize(action: int, _: str | None, second: str | None, *__: str | None) 
 
 
 def _budget() -> Callable[[], int]:
-    """A progress handler that stops the query when its budget is spent."""
+    """A progress handler that interrupts the query when its budget is spent."""
     checks = 0
     deadline = time.monotonic() + MAX_SECONDS
 

@@ -1,8 +1,8 @@
-"""Questions with their SQL, made from templates over any declared database.
+"""Questions with their SQL, generated from templates for any declared database.
 
-The one idea: a template draws tables, columns and values, and words the same thing twice, in
-English and in SQL. Values come from the data, so that answers are rarely empty; what is empty, too
-long or ambiguous is refused in `envs.sqlgym.tasks`.
+A template draws tables, columns and values and phrases the question both in English and in SQL.
+Values come from the data, so answers are rarely empty; `envs.sqlgym.tasks` rejects questions whose
+answer is empty, too long or ambiguous.
 """
 
 import random
@@ -44,7 +44,7 @@ class Link:
 
 
 class NothingToAsk(Exception):
-    """The database has no tables or columns of the kind a template needs."""
+    """The database lacks the tables or columns that a template needs."""
 
 
 class Draw:
@@ -91,7 +91,7 @@ class Draw:
         return self._condition(table, first), self._condition(table, second)
 
     def condition(self, table: Table, besides: Column | None = None) -> tuple[str, str]:
-        """(words, SQL) of a condition on a row of `table`, not on the column `besides`."""
+        """(words, SQL) of a condition on a row of `table`, excluding the column `besides`."""
         columns = table.of_kind("category", "number", "date")
         return self._condition(table, self.one_of([c for c in columns if c != besides]))
 
@@ -398,7 +398,7 @@ TEMPLATES: tuple[Callable[[Draw], tuple[str, str]], ...] = (
 
 @cache
 def _values(database: Database, table: Table, column: Column) -> tuple[Value, ...]:
-    """The values of one column, row by row."""
+    """The values of one column, in row order."""
     rows = run(image(database), f"SELECT {column.name} FROM {table.name} ORDER BY id")
     return tuple(row[0] for row in rows)
 

@@ -1,7 +1,7 @@
-"""How a database is declared, and how its rows come about.
+"""How a database is declared and how its rows are generated.
 
-The one idea: a column says what kind of value it holds (a name, a category, a number, a date, a
-reference), and that is enough both to fill it and to ask sensible questions about it.
+A column declares the kind of its values (name, category, number, date or reference), which is
+enough both to fill it and to ask sensible questions about it.
 """
 
 import math
@@ -20,8 +20,8 @@ Kind = Literal["label", "category", "number", "date", "ref"]
 class Column:
     """One column.
 
-    `choices` are the words of a label or category, `low` and `high` the bounds of a number or the
-    years of a date, `decimals` the places of a number, `target` the table of a ref.
+    `choices`: the words of a label or category; `low`, `high`: the bounds of a number or the years
+    of a date; `decimals`: the decimal places of a number; `target`: the table of a ref.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """One table. Its key is a column `id` from 1 on; `noun` is one of its rows in words."""
+    """One table with a key column `id` that starts at 1. `noun` is the word for one row."""
 
     name: str
     noun: str
@@ -65,7 +65,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Database:
-    """A named set of tables; a table refers only to tables before it."""
+    """A named list of tables; a table refers only to earlier tables."""
 
     name: str
     tables: tuple[Table, ...]
@@ -74,7 +74,7 @@ class Database:
         return next(table for table in self.tables if table.name == name)
 
     def describe(self) -> str:
-        """The schema in a paragraph, as the observation opens."""
+        """The schema in one paragraph, the start of the observation."""
         names = ", ".join(table.name for table in self.tables)
         sentences = [f"{self.name} contains tables such as {names}."]
         for table in self.tables:
@@ -91,7 +91,7 @@ class Database:
 
 
 def label(name: str, *parts: tuple[str, ...]) -> Column:
-    """Unique names, each made of one word of every part."""
+    """Unique names, each combining one word of every part."""
     combinations = [""]
     for part in parts:
         combinations = [f"{start} {word}".strip() for start in combinations for word in part]
@@ -148,7 +148,7 @@ def _values(column: Column, count: int, database: Database, rng: random.Random) 
     if column.kind == "label":
         return list(rng.sample(column.choices, count))
     if column.kind == "category":
-        # Earlier choices are more frequent, so that groups differ in size.
+        # Earlier choices are more frequent, so groups differ in size.
         return [column.choices[_skewed(len(column.choices), rng)] for _ in range(count)]
     if column.kind == "number":
         scale = 10**column.decimals
@@ -158,13 +158,13 @@ def _values(column: Column, count: int, database: Database, rng: random.Random) 
         first = date(column.low, 1, 1)
         span = (date(column.high, 12, 31) - first).days
         return [(first + timedelta(rng.randint(0, span))).isoformat() for _ in range(count)]
-    # A fifth of the targets stays without any row that refers to it.
+    # A fifth of the targets is never referred to.
     targets = database.table(column.target).rows * 4 // 5
     return [1 + _skewed(targets, rng) for _ in range(count)]
 
 
 def _skewed(count: int, rng: random.Random) -> int:
-    """An index below `count`; small ones come up more often."""
+    """A random index below `count`; small ones are more frequent."""
     drawn = rng.random()
-    # The square root is exact everywhere; a power is not.
+    # Unlike a power, the square root is exact on every machine.
     return int(count * drawn * math.sqrt(drawn))

@@ -5,13 +5,13 @@ from typing import Any
 from pydantic import BaseModel
 
 from envs.game import EnvironmentSpec, Session, SessionRoute, detail_fields, step_fields
-from envs.textcraft.game import TextCraft
+from envs.textcraft.game import TextCraft, plausible_actions
 from envs.textcraft.oracle import oracle
 from envs.textcraft.tasks import items, number_of_items, task
 
 
 class CreateBody(BaseModel):
-    """What AgentGym's client sends with a create; the task comes from the item all the same."""
+    """What AgentGym's client sends with /create. It is ignored: the item determines the task."""
 
     commands: str | None = None
     goal: str | None = None
@@ -42,6 +42,7 @@ SPEC = EnvironmentSpec(
     new_game=TextCraft,
     items=items,
     oracle=oracle,
+    plausible_actions=plausible_actions,
     cheap=True,
     create_body=CreateBody,
     create_item=lambda session_id, _: session_id % number_of_items(),

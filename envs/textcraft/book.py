@@ -1,8 +1,8 @@
-"""The recipe book: `book.json` expanded into recipes, and the one question the game asks of it.
+"""The recipe book: `book.json` expanded into recipes.
 
-The one idea: the book is written as lines that are repeated for every kind of wood, colour or
-stone, so a few hundred lines stay readable and become several hundred recipes. A generic ingredient
-such as "planks" is a group of items: a recipe that asks for it takes any mix of its members.
+A line of the file may be repeated for every kind of wood, colour or stone, so a few hundred lines
+yield 738 recipes. A generic ingredient such as "planks" is a group of items: a recipe that names it
+accepts any mix of its members.
 """
 
 import functools
@@ -19,7 +19,7 @@ _FIELD = re.compile(r"\{(\w+)\*?\}")
 
 @dataclass(frozen=True)
 class Recipe:
-    """`count` pieces of `output` are made of `inputs`, pairs of an item or group and its amount."""
+    """`inputs`, pairs of an item or group and its amount, make `count` pieces of `output`."""
 
     output: str
     count: int
@@ -27,7 +27,7 @@ class Recipe:
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
-        """Everything the recipe mentions."""
+        """All items and groups that the recipe mentions."""
         return frozenset([self.output, *dict(self.inputs)])
 
     @functools.cached_property
@@ -38,7 +38,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Book:
-    """All recipes in the order of the file, the groups with their members, all item names."""
+    """All recipes in the order of the file, the groups with their members, and all items."""
 
     recipes: tuple[Recipe, ...]
     by_output: Mapping[str, tuple[Recipe, ...]]
@@ -46,11 +46,11 @@ class Book:
     items: frozenset[str]
 
     def can_be_got(self, name: str) -> bool:
-        """An item of the world that no recipe makes."""
+        """Whether it is an item that no recipe makes."""
         return name in self.items and name not in self.by_output
 
     def match(self, output: str, given: Mapping[str, int]) -> Recipe | None:
-        """The recipe of `output` that uses exactly the items given, or None."""
+        """The recipe for `output` that uses exactly the given items, or None."""
         for recipe in self.by_output.get(output, ()):
             if self._is_exactly(recipe, given):
                 return recipe
@@ -75,7 +75,7 @@ class Book:
 
 @functools.cache
 def load_book() -> Book:
-    """The book of this folder."""
+    """The contents of book.json."""
     data = json.loads(Path(__file__).with_name("book.json").read_text(encoding="utf-8"))
     kinds = {name: [_kind(word) for word in words] for name, words in data["kinds"].items()}
     recipes = tuple(_recipe(line) for line in _expand(data["recipes"], kinds))

@@ -1,17 +1,18 @@
-"""TextCraft: get and craft things until the goal is made.
+"""TextCraft: get and craft items until the goal is made.
 
-The one idea: observations have the form of AgentGym's TextCraft, down to the odd "minecraft:"
-names, so that an agent trained on one plays the other. All recipes of the book work, shown or not.
+Observations have the form of AgentGym's TextCraft, including the "minecraft:" names, so an agent
+trained on one can play the other. All recipes of the book work, whether shown or not.
 """
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 
 from envs.game import GameError, Step
 from envs.textcraft.book import load_book
 from envs.textcraft.tasks import task
 
-# Six digits are more than any recipe asks for; without a bound, int() refuses very long numbers.
+# No recipe needs six digits; without a limit, int() would reject very long numbers.
 _GET = re.compile(r"get ([0-9]{1,6}) (.+)")
 _CRAFT = re.compile(r"craft (.+?) using (.+)")
 _COUNTED = re.compile(r"([0-9]{1,6}) (.+)")
@@ -62,7 +63,7 @@ class TextCraft:
         self._inventory.clear()
 
     def _play(self, action: str) -> tuple[str, str | None]:
-        """The observation, and the item that came into being."""
+        """The observation and the new item, if any."""
         if action.startswith("inventory"):
             return self._list_inventory(), None
         if found := _GET.fullmatch(action):
@@ -108,5 +109,12 @@ def _game_id(item: str) -> str:
 
 
 def _echo(text: str) -> str:
-    """What the agent wrote, short enough to be put before it again."""
+    """The agent's text, shortened for the observation."""
     return text if len(text) <= _MAX_ECHO else text[:_MAX_ECHO] + "..."
+
+
+def plausible_actions(observations: Sequence[str]) -> Sequence[str]:
+    """The listed crafting commands, getting their ingredients, and the inventory."""
+    crafts = re.findall(r"^craft .+$", observations[0], re.MULTILINE)
+    ingredients = [part for craft in crafts for part in craft.partition(" using ")[2].split(", ")]
+    return [*crafts, *(f"get {ingredient}" for ingredient in ingredients), "inventory"]

@@ -1,4 +1,4 @@
-"""Plays the plan of a task and says why: the policy behind recorded TextCraft episodes."""
+"""The TextCraft oracle: plays the plan of a task and explains each move."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from envs.textcraft.tasks import Craft, Get, Plan, task
 
 
 def oracle(item: int) -> Policy:
-    """A policy that crafts the goal of `item` along the plan; it does not need the observations."""
+    """A policy that follows the plan of `item`, whatever the observations."""
     chosen = task(item)
     moves = _moves(chosen.goal, chosen.plan)
 
@@ -47,7 +47,7 @@ def _moves(goal: str, plan: Plan) -> Iterator[Move]:
 
 
 def _first_user(rest: Plan, item: str) -> str:
-    """What the next craft that takes `item` makes."""
+    """The output of the next craft that uses `item`."""
     return next(
         move.recipe.output for move in rest if isinstance(move, Craft) and item in dict(move.used)
     )

@@ -1,8 +1,8 @@
-"""The tasks: the goal an item stands for, the commands it shows, and a plan that reaches the goal.
+"""The tasks: the goal of an item, the commands it shows, and a plan that reaches the goal.
 
-The one idea: everything is derived from the book by sorting on digests, not by a random generator,
-so an item is the same task on every machine and with every version of Python. Items are ordered
-from the shortest plan to the longest, once per variant (other distractors, other kinds of wood).
+Tasks are derived from the book by sorting on digests instead of using a random generator, so an
+item is the same task on every machine and in every Python version. Items are ordered from the
+shortest plan to the longest, once per variant (different distractors and kinds of wood).
 """
 
 import functools
@@ -22,7 +22,7 @@ MAX_DISTRACTORS = 10
 
 @dataclass(frozen=True)
 class Get:
-    """Take `amount` pieces of a thing that no recipe makes."""
+    """Take `amount` pieces of an item that no recipe makes."""
 
     item: str
     amount: int
@@ -30,7 +30,7 @@ class Get:
 
 @dataclass(frozen=True)
 class Craft:
-    """Use a recipe once; `used` are the items it takes, where the recipe may name a group."""
+    """Use a recipe once. `used` are the concrete items, where the recipe may name a group."""
 
     recipe: Recipe
     used: tuple[tuple[str, int], ...]
@@ -64,7 +64,7 @@ def number_of_items() -> int:
 
 @functools.cache
 def task(item: int) -> Task:
-    """The task of an item; GameError when there is none."""
+    """The task of an item; GameError for an unknown item."""
     if not 0 <= item < number_of_items():
         raise GameError(f"The item {item} is not valid: there are 0 to {number_of_items() - 1}.")
     goals = _goals()
@@ -88,7 +88,7 @@ def task(item: int) -> Task:
 
 
 def crafting_steps(item: int) -> int:
-    """How many times the plan of an item crafts: its difficulty, from 1 up."""
+    """The number of crafts in the plan of an item, a measure of its difficulty."""
     return sum(isinstance(move, Craft) for move in task(item).plan)
 
 
@@ -110,7 +110,7 @@ def _goals() -> tuple[str, ...]:
 
 @functools.cache
 def _effort(name: str) -> int:
-    """How many different things have to be got or made for one piece of an item or a group."""
+    """The number of different items to get or craft for one piece of an item or group."""
     book = load_book()
     if name in book.groups:
         return min(_effort(member) for member in book.groups[name])
@@ -129,7 +129,7 @@ def _easiest_recipe(book: Book, item: str) -> Recipe:
 
 
 def _member(book: Book, group: str, wanted: Counter[str], salt: str) -> str:
-    """The member to use for a group: one the plan needs anyway, else any of the easiest."""
+    """The member to use for a group: one that the plan needs anyway, else one of the easiest."""
     least = _effort(group)
     easiest = [member for member in book.groups[group] if _effort(member) == least]
     needed = [member for member in easiest if wanted[member]]
@@ -138,7 +138,7 @@ def _member(book: Book, group: str, wanted: Counter[str], salt: str) -> str:
 
 @functools.cache
 def _plan(goal: str, variant: int) -> Plan:
-    """A short plan for the goal: the easiest recipes, each exchanged while that saves moves."""
+    """A short plan for the goal: the easiest recipes, replaced as long as that saves moves."""
     book = load_book()
     choice: dict[str, Recipe] = {}
     best = _plan_with(book, goal, variant, choice)
@@ -155,7 +155,7 @@ def _plan(goal: str, variant: int) -> Plan:
 
 
 def _plan_with(book: Book, goal: str, variant: int, choice: Mapping[str, Recipe]) -> Plan:
-    """Gets and crafts that end with the goal, every ingredient collected before its first use."""
+    """Gets and crafts that end with the goal; each ingredient is obtained before its first use."""
     recipes: dict[str, Recipe] = {}
     used: dict[str, tuple[tuple[str, int], ...]] = {}
     order: list[str] = []

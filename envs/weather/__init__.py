@@ -1,24 +1,24 @@
-"""A weather assistant with tools, over a made-up climate, served as AgentGym's `weather`."""
+"""A weather assistant with tools and an invented climate, served as AgentGym's `weather`."""
 
 import json
 from collections.abc import Iterator
 
 from pydantic import BaseModel
 
-from envs.game import EnvironmentSpec, Move, Policy, Session
+from envs.game import EnvironmentSpec, Move, Policy, Session, observation_text
 from envs.weather.game import Weather
 from envs.weather.tasks import items, question
 from envs.weather.tools import FINISH
 
 
 class CreateBody(BaseModel):
-    """AgentGym's tool servers take the item with the create."""
+    """The body of /create: AgentGym's tool servers take the item there."""
 
     id: int
 
 
 def oracle(item: int) -> Policy:
-    """A policy that makes the right calls and gives the right answer."""
+    """A policy that makes the calls listed for the question and gives its answer."""
     plan = _plan(item)
 
     def policy(_: str) -> Move:
@@ -38,10 +38,6 @@ def _action(tool: str, arguments: dict[str, object]) -> str:
     return f"{tool} with Action Input: {json.dumps(arguments)}"
 
 
-def _started(session: Session) -> str:
-    return session.current.observation
-
-
 def _same_item(session: Session) -> int:
     return session.item if session.item is not None else 0
 
@@ -57,5 +53,5 @@ SPEC = EnvironmentSpec(
     create_body=CreateBody,
     create_item=lambda _, body: body.id,
     default_item=_same_item,
-    reset_answer=_started,
+    reset_answer=observation_text,
 )

@@ -1,8 +1,8 @@
-"""Weather that never was: for any coordinates and any day, the same on every machine.
+"""Invented weather for any coordinates and day, the same on every machine.
 
-The one idea: a climate from latitude, height and season, by plain arithmetic (no sines or powers,
-whose last digits differ between machines), plus weather from a hash of place and day. There is no
-state and no file.
+The climate follows from latitude, elevation and season by plain arithmetic, without sines or
+powers, whose last digits differ between machines. The weather of a day adds a hash of place and
+day.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ def weather(latitude: float, longitude: float, day: date) -> Day:
     latitude, longitude = round(latitude, 2), round(longitude, 2)
     place = f"{latitude:.2f} {longitude:.2f}"
     mean = _climate(latitude, longitude, day) + 8 * (_chance(place, day, "mean") - 0.5)
-    # A part of the weather lasts for a few days.
+    # Part of the weather lasts for a few days.
     mean += 8 * (_chance(place, date.fromordinal(day.toordinal() // 4 * 4 + 1), "spell") - 0.5)
     spread = 3 + 4 * _chance(place, day, "spread")
     wet = 0.0
@@ -50,15 +50,15 @@ def weather(latitude: float, longitude: float, day: date) -> Day:
 
 
 def elevation(latitude: float, longitude: float) -> float:
-    """Metres above the sea: that of the nearest known place."""
+    """The elevation of the nearest known place in metres."""
     return nearest(latitude, longitude).elevation
 
 
 def _climate(latitude: float, longitude: float, day: date) -> float:
-    """The usual mean temperature of the day."""
+    """The average mean temperature of the day of the year."""
     start = date(day.year, 1, 15).toordinal()
     phase = ((day.toordinal() - start) % 365) / 365
-    # From -1 in mid January to 1 in mid July, and back, along parabolas.
+    # From -1 in mid January to 1 in mid July and back, along parabolas.
     half = 4 * phase - 1 if phase < 0.5 else 3 - 4 * phase
     season = half * (2 - abs(half))
     north = abs(latitude)
@@ -68,6 +68,6 @@ def _climate(latitude: float, longitude: float, day: date) -> float:
 
 
 def _chance(place: str, day: date, what: str) -> float:
-    """A number from 0 up to 1 that depends on nothing but its arguments."""
+    """A pseudo-random number in [0, 1) that depends only on the arguments."""
     digest = hashlib.blake2b(f"{place} {day.isoformat()} {what}".encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big") / 2**48

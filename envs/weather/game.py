@@ -1,7 +1,7 @@
-"""The weather assistant as a game: the agent's whole text comes in, the last action in it is done.
+"""The weather assistant as a game.
 
-The one idea: the text is parsed here, not in the client, as AgentGym's tool servers do: the last
-`Action: NAME with Action Input: {json}` counts. Only `finish` ends the episode, and its answer is
+As in AgentGym's tool servers, a step gets the agent's whole text and executes the
+last `Action: NAME with Action Input: {json}` in it. Only `finish` ends the episode; its answer is
 graded.
 """
 
@@ -21,7 +21,7 @@ FORMAT_ERROR = (
 
 
 class Weather:
-    """One session's question."""
+    """The question of one session."""
 
     def __init__(self) -> None:
         self._question: Question | None = None
@@ -70,7 +70,7 @@ class Weather:
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]] | None:
-    """(tool, arguments) of the last action in the agent's text; None when it has none."""
+    """(tool, arguments) of the last action in the agent's text, or None."""
     found = _ACTION.match(text.rpartition("Action:")[2])
     if found is None:
         return None
@@ -82,7 +82,7 @@ def parse(text: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def _is_answer(arguments: dict[str, Any]) -> bool:
-    """Whether these are the arguments of a proper `finish`."""
+    """Whether these are valid arguments of `finish`."""
     answer = arguments.get("answer")
     parts = answer if isinstance(answer, list) else [answer]
     return set(arguments) == {"answer"} and all(isinstance(p, str | int | float) for p in parts)

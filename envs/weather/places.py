@@ -1,7 +1,7 @@
-"""Cities and a few landmarks, with country, latitude, longitude and elevation in metres.
+"""Cities with country, latitude, longitude and elevation in metres.
 
-The one idea: the geography is real, so that what a model knows of the world helps it; the weather
-over it is made up in `envs.weather.climate`.
+The geography is real, so a model's knowledge of the world helps; the weather is invented
+(`envs.weather.climate`).
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """A place that the tools know by name."""
+    """A city that the tools know by name."""
 
     name: str
     country_code: str
@@ -92,7 +92,7 @@ CITIES = (
 
 
 def find(name: str) -> Place | None:
-    """The place of that name, whatever its case."""
+    """The place with that name, ignoring case."""
     return _BY_NAME.get(" ".join(name.lower().split()))
 
 

@@ -1,7 +1,7 @@
-"""The questions of the weather assistant, with their answers and the calls that lead to them.
+"""The questions for the weather assistant, with their answers and the tool calls they need.
 
-The one idea: a template draws places, days and a quantity, and computes the answer from the same
-weather that the tools report; the calls it lists are what a perfect assistant makes.
+A template draws places, days and a quantity, computes the answer from the same weather that the
+tools report, and lists the calls that a perfect assistant makes.
 """
 
 import random
@@ -28,7 +28,7 @@ Call = tuple[str, str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Question:
-    """One item."""
+    """The question of one item."""
 
     situation: Situation
     text: str
@@ -38,7 +38,7 @@ class Question:
 
 @lru_cache(maxsize=4096)
 def question(item: int) -> Question:
-    """The question of an item; GameError when there is none."""
+    """The question of an item; GameError for an unknown item."""
     if not 0 <= item < ITEMS:
         raise GameError(f"The id {item} does not exist: weather has 0 to {ITEMS - 1}.")
     rng = random.Random(f"weather question {item}")
@@ -51,7 +51,7 @@ def question(item: int) -> Question:
 
 
 class _Draw:
-    """The random choices of one question, and the calls it takes so far."""
+    """The random choices of one question, and the calls it needs so far."""
 
     def __init__(self, rng: random.Random, situation: Situation) -> None:
         self.rng = rng
@@ -66,7 +66,7 @@ class _Draw:
         self.calls.append(("I have to know today's date.", "get_user_current_date", {}))
 
     def place(self, home: bool = False) -> Place:
-        """The user's own city, or another one; with the calls that find its coordinates."""
+        """The user's city or another one, with the calls that find its coordinates."""
         if home:
             why = "The question is about where the user is."
             self.calls.append((why, "get_user_current_location", {}))
@@ -78,7 +78,7 @@ class _Draw:
         return place
 
     def other(self, place: Place) -> Place:
-        """Another city than `place`, with the call that finds its coordinates."""
+        """A city other than `place`, with the call that finds its coordinates."""
         found = self.rng.choice([c for c in CITIES if c not in (place, self.situation.home)])
         why = f"I also need the coordinates of {found.name}."
         self.calls.append((why, "get_latitude_longitude", {"name": found.name}))
@@ -101,7 +101,7 @@ class _Draw:
         return [weather(place.latitude, place.longitude, day) for day in days(first, last)]
 
     def last_days(self) -> tuple[int, date, date]:
-        """(n, first, last) of some days before today."""
+        """(count, first, last) of some days before today."""
         count = self.rng.randint(2, 10)
         return count, self.today - timedelta(count), self.today - timedelta(1)
 
@@ -323,7 +323,7 @@ def _at(place: Place) -> dict[str, Any]:
 
 
 def grade(right: Answer, given: Any) -> float:
-    """How much of the answer is right, 0 to 1. Numbers may be off by a rounding."""
+    """The share of the answer that is right, 0 to 1. Numbers may differ by rounding."""
     if isinstance(right, list):
         if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != len(right):
             return 0.0
@@ -334,7 +334,7 @@ def grade(right: Answer, given: Any) -> float:
 
 
 def _number(given: Any) -> Iterator[float]:
-    """`given` as a number, if it is one or spells one."""
+    """`given` as a number, if it is one or a string of one."""
     if isinstance(given, bool) or not isinstance(given, int | float | str):
         return
     try:

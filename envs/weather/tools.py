@@ -1,7 +1,7 @@
-"""The tools of the weather assistant, by the names AgentGym gives them.
+"""The tools of the weather assistant, with AgentGym's names.
 
-The one idea: a tool is a function of the user's situation and checked arguments that returns what a
-web service would have returned. Every mistake in a call is told to the agent in a sentence.
+A tool is a function of the user's situation and validated arguments that returns what a web service
+would return. Every mistake in a call is reported to the agent in a sentence.
 """
 
 import math
@@ -27,12 +27,12 @@ class Situation:
 
 
 class BadCall(Exception):
-    """A call that a tool refuses; the message is for the agent."""
+    """An invalid call; the message is shown to the agent."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool with the names of its arguments; `answer` gets them checked, in this order."""
+    """A tool and the names of its arguments, which `answer` gets validated, in this order."""
 
     name: str
     arguments: tuple[str, ...]
@@ -40,7 +40,7 @@ class Tool:
 
 
 def call(situation: Situation, name: str, arguments: Mapping[str, Any]) -> Any:
-    """What the tool answers; BadCall for an unknown tool or arguments that do not suit it."""
+    """The result of a call; BadCall for an unknown tool or invalid arguments."""
     if name == CHECK:
         return f"You can use following valid actions: {[*TOOLS, CHECK, FINISH]}"
     tool = TOOLS.get(name)
@@ -55,7 +55,7 @@ def call(situation: Situation, name: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def distance(from_place: tuple[float, float], to_place: tuple[float, float]) -> float:
-    """Kilometres along the great circle between two (latitude, longitude)."""
+    """Great-circle distance in kilometres between two (latitude, longitude)."""
     (lat1, lon1), (lat2, lon2) = (
         (math.radians(latitude), math.radians(longitude))
         for latitude, longitude in (from_place, to_place)
@@ -68,7 +68,7 @@ def distance(from_place: tuple[float, float], to_place: tuple[float, float]) -> 
 
 
 def air_quality_level(index: float) -> str:
-    """The European name of an air quality index."""
+    """The European level of an air quality index."""
     levels = ((20, "good"), (40, "fair"), (60, "moderate"), (80, "poor"), (100, "very poor"))
     return next((name for bound, name in levels if index < bound), "extremely poor")
 
@@ -155,7 +155,7 @@ def _locate(_: Situation, name: str) -> Any:
 
 
 def _check(argument: str, value: Any) -> Any:
-    """The value as the tool wants it; BadCall when it cannot be one."""
+    """The value converted for the tool; BadCall if it is not valid."""
     if argument == "name":
         if not isinstance(value, str):
             raise BadCall("name should be a string")

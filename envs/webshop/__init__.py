@@ -1,15 +1,11 @@
-"""A shop of our own making, served as AgentGym's `webshop`."""
+"""A web shop with a generated catalogue, served as AgentGym's `webshop`."""
 
 from typing import Any, cast
 
-from envs.game import EnvironmentSpec, Session, SessionRoute
-from envs.webshop.game import WebShop
+from envs.game import EnvironmentSpec, Session, SessionRoute, observation_pair
+from envs.webshop.game import WebShop, plausible_actions
 from envs.webshop.oracle import oracle
 from envs.webshop.tasks import GOALS, items
-
-
-def _started(session: Session) -> list[Any]:
-    return [session.current.observation, None]
 
 
 def _stepped(session: Session) -> dict[str, Any]:
@@ -29,8 +25,9 @@ SPEC = EnvironmentSpec(
     new_game=WebShop,
     items=items,
     oracle=oracle,
+    plausible_actions=plausible_actions,
     default_item=lambda session: session.id % GOALS,
-    reset_answer=_started,
+    reset_answer=observation_pair,
     step_answer=_stepped,
     routes=(
         SessionRoute("/available_actions", lambda session: _shop(session).available_actions()),

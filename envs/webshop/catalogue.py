@@ -1,7 +1,7 @@
 """The products of the shop and the search over them.
 
-The one idea: product number n is drawn from a generator seeded with n, so the catalogue is the same
-everywhere; search ranks by BM25 over all the text of a product, as a real shop's index would.
+Product number n is drawn from a generator seeded with n, so the catalogue is the same everywhere.
+Search ranks by BM25 over all the text of a product.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 
 @dataclass(frozen=True)
 class Product:
-    """One product. All its attributes are in its title or its features."""
+    """One product. All its attributes appear in its title or features."""
 
     asin: str
     department: str
@@ -36,7 +36,7 @@ class Product:
     features: tuple[str, ...]
 
     def text(self) -> str:
-        """Everything that search looks at."""
+        """All the text that search considers."""
         values = [value for choices in self.options.values() for value in choices]
         parts = [self.title, self.title, self.kind, self.department, self.description]
         return " ".join([*parts, *self.features, *values])

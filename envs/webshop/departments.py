@@ -1,6 +1,6 @@
-"""What the shop sells: departments, their kinds of product, and the words that tell products apart.
+"""Declarations of the shop's departments, product kinds, attributes and options.
 
-The one idea: declarations only. `envs.webshop.catalogue` makes the products out of them.
+`envs.webshop.catalogue` generates the products from them.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Department:
-    """`kinds` of product that share attributes and options; prices lie between `low` and `high`."""
+    """Product `kinds` that share attributes and options, with prices from `low` to `high`."""
 
     name: str
     kinds: tuple[str, ...]

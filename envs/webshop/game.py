@@ -1,12 +1,12 @@
-"""The shop as a text game: pages, a search bar and things to click.
+"""The shop as a text game: pages, a search bar and buttons to click.
 
-The one idea: a page is a value. Every action maps a page to the next one, and the observation is
-the page's visible text, with WebShop's [SEP] between its parts.
+A page is an immutable value. Every action maps a page to the next one, and the observation is the
+page's visible text, with WebShop's [SEP] between its parts.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, Literal
@@ -24,7 +24,7 @@ Kind = Literal["search", "results", "item", "sub", "end"]
 
 @dataclass(frozen=True)
 class Page:
-    """Where the customer is. What the search page does not need has a default."""
+    """The page that the customer sees. Fields that the search page does not need have defaults."""
 
     kind: Kind = "search"
     results: tuple[Product, ...] = ()
@@ -35,7 +35,7 @@ class Page:
 
 
 class WebShop:
-    """One customer's visit."""
+    """The visit of one customer."""
 
     def __init__(self) -> None:
         self._goal: Goal | None = None
@@ -79,7 +79,7 @@ class WebShop:
         self._goal = None
 
     def clickables(self) -> list[str]:
-        """What `click[…]` understands on this page, in lower case."""
+        """What `click[…]` accepts on this page, in lower case."""
         page = self._page
         if page.kind == "search":
             return ["search"]
@@ -103,7 +103,7 @@ class WebShop:
         }
 
     def state(self) -> dict[str, Any]:
-        """The page as a browser would have it: address, a minimal HTML body, the instruction."""
+        """The page as a browser would show it: address, a minimal HTML body, the instruction."""
         parts = self._parts()
         body = "".join(f"<p>{escape(part)}</p>" for part in parts)
         path = {
@@ -138,7 +138,7 @@ class WebShop:
             self._choose(name)
 
     def _choose(self, name: str) -> None:
-        """Open a sub-page, or select an option value."""
+        """Opens a sub-page or selects an option value."""
         for sub in _SUB_PAGES:
             if name == sub.lower():
                 self._page = replace(self._page, kind="sub", sub=sub)
@@ -183,6 +183,14 @@ class WebShop:
         if self._page.product is None:
             raise GameError("No product is open.")
         return self._page.product
+
+
+def plausible_actions(observations: Sequence[str]) -> Sequence[str]:
+    """A search for the instruction where there is a search bar, else a click on any text."""
+    parts = [part.strip() for part in observations[-1].split("[SEP]")]
+    if "Search" in parts:
+        return [f"search[{max(parts, key=len)}]"]
+    return [f"click[{part.lower()}]" for part in parts if part] or ["click[back to search]"]
 
 
 def _sub_page(product: Product, name: str) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""A customer who finds what is asked for.
+"""The webshop oracle.
 
-The one idea: search with the words of the instruction, leaf through the results to the first
-product that meets the goal in full, choose its options and buy it; when such a search shows none,
-search for the title of the product that the goal was made of.
+It searches with the words of the instruction, goes to the first result that meets the goal in full,
+chooses its options and buys it. If no result does, it searches for the title of the product from
+which the goal was generated.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def _plan(wanted: Goal) -> Iterator[Move]:
 
 
 def _find(wanted: Goal) -> tuple[str, Product, int]:
-    """A query, a product in its results that meets the goal in full, and its place in them."""
+    """A query, a result that meets the goal in full, and its position in the results."""
     words = [*wanted.attributes, wanted.kind, *wanted.options.values()]
     product = by_asin()[wanted.asin.lower()]
     queries = (" ".join(words), " ".join(words[: len(wanted.attributes) + 1]), product.title)

@@ -1,8 +1,8 @@
-"""The goals of the shop: what to buy, in words, and how well a purchase meets it.
+"""The goals of the shop: what to buy, in words, and the score of a purchase.
 
-The one idea: a goal is drawn around one product of the catalogue, so it can always be met; the
-score is WebShop's: the share of attributes, options and price that are right, scaled by how close
-the kind of product is.
+A goal is generated from a product of the catalogue, so it can always be met. The score is
+WebShop's: the share of attributes, options and price that match, scaled by how close the kind of
+product is.
 """
 
 import random
@@ -22,10 +22,10 @@ items = fixed_splits(train=range(TEST_GOALS, GOALS), test=range(TEST_GOALS))
 
 @dataclass(frozen=True)
 class Goal:
-    """What the customer wants: a kind of product with attributes, options, below a price."""
+    """What the customer wants: a kind of product, with attributes and options, below a price."""
 
     asin: str
-    """The product the goal was made of. Another one that fits is as good."""
+    """The product from which the goal was generated. Any other match is as good."""
     department: str
     kind: str
     attributes: tuple[str, ...]
@@ -46,11 +46,11 @@ class Goal:
 
 @lru_cache(maxsize=4096)
 def goal(item: int) -> Goal:
-    """The goal of an item; GameError when there is none."""
+    """The goal of an item; GameError for an unknown item."""
     if not 0 <= item < GOALS:
         raise GameError(f"The session_id {item} does not exist: webshop has 0 to {GOALS - 1}.")
     rng = random.Random(f"goal {item}")
-    # Every eighth product is kept for the test goals, so that no goal occurs in both splits.
+    # Every eighth product is reserved for test goals, so no goal occurs in both splits.
     for_test = item < TEST_GOALS
     pool = [p for number, p in enumerate(products()) if (number % 8 == 0) == for_test]
     product = rng.choice(pool)
@@ -69,7 +69,7 @@ def goal(item: int) -> Goal:
 
 
 def score(wanted: Goal, product: Product, chosen: Mapping[str, str]) -> float:
-    """How well the purchase meets the goal, 0 to 1."""
+    """The score of a purchase, 0 to 1."""
     attributes = sum(attribute in product.attributes for attribute in wanted.attributes)
     options = sum(chosen.get(name) == value for name, value in wanted.options.items())
     price = product.price < wanted.price_below
@@ -78,7 +78,7 @@ def score(wanted: Goal, product: Product, chosen: Mapping[str, str]) -> float:
 
 
 def kind_match(wanted: Goal, product: Product) -> float:
-    """1 for the kind that was asked for, less for its neighbours, 0 for something else."""
+    """1 for the requested kind, less for related kinds, 0 for anything else."""
     if product.kind == wanted.kind:
         return 1.0
     if set(words(product.kind)) & set(words(wanted.kind)):

@@ -3,7 +3,7 @@
 from typing import Any, cast
 
 from envs.game import EnvironmentSpec, Session, SessionRoute, detail_fields
-from envs.wordle.game import Wordle
+from envs.wordle.game import Wordle, plausible_actions
 from envs.wordle.oracle import oracle
 from envs.wordle.tasks import items
 
@@ -29,6 +29,7 @@ SPEC = EnvironmentSpec(
     new_game=Wordle,
     items=items,
     oracle=oracle,
+    plausible_actions=plausible_actions,
     cheap=True,
     answers_when_done=False,
     reset_answer=_started,

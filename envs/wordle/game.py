@@ -1,9 +1,12 @@
 """Wordle: six tries to find a hidden word of five letters.
 
-The one idea: observations are those of AgentGym's Wordle ("b y g b b"), and a guess outside the
-vocabulary costs a try. A route of the protocol asks for the words that still fit, even before the
-first reset: they are filtered then, from the answers so far, and cost a step nothing.
+Observations are those of AgentGym's Wordle ("b y g b b"), and a guess outside the vocabulary costs
+a try. The words that still fit are computed only when the protocol's route asks for them, which it
+may do before the first reset.
 """
+
+import re
+from collections.abc import Sequence
 
 from envs.game import GameError, Step
 from envs.wordle.tasks import (
@@ -17,10 +20,11 @@ from envs.wordle.tasks import (
 
 START = "Let's start Wordle!"
 _KNOWN_WORDS = frozenset(vocabulary())
+_COMMON_LETTERS = ("slate", "crony", "pudgy", "bight", "flame")
 
 
 class Wordle:
-    """One session: a hidden word, the tries so far, the answers to them."""
+    """One session: a hidden word, and the guesses so far with their answers."""
 
     def __init__(self) -> None:
         self._word: str | None = None
@@ -58,7 +62,7 @@ class Wordle:
         return self._observation
 
     def candidates(self) -> tuple[str, ...]:
-        """The words that fit all answers so far."""
+        """The words consistent with all answers so far."""
         words = vocabulary()
         for guess, answer in self._answers:
             words = still_possible(words, guess, answer)
@@ -66,3 +70,9 @@ class Wordle:
 
     def close(self) -> None:
         self._word = None
+
+
+def plausible_actions(observations: Sequence[str]) -> Sequence[str]:
+    """The words that the first observation lists, else a few words with common letters."""
+    words = re.findall(r"\b[a-z]{5}\b", observations[0].partition("one of:")[2])
+    return [" ".join(word) for word in words or _COMMON_LETTERS]

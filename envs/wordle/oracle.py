@@ -1,7 +1,7 @@
-"""Guesses the word that splits the remaining candidates most finely, and says what it knows.
+"""The Wordle oracle: guesses the word with the most different possible answers.
 
-The one idea: a guess is worth the number of different answers it can get. The choice depends on the
-candidates alone, so it is remembered: all games share the top of one decision tree.
+The choice depends only on the remaining candidates, so it is cached: all games share the top of one
+decision tree.
 """
 
 import functools
@@ -9,14 +9,14 @@ import functools
 from envs.game import Move, Policy
 from envs.wordle.tasks import WORD_LENGTH, feedback, still_possible, vocabulary
 
-# Splits the vocabulary into the most parts of all words; found by trying them all, once.
+# The word that splits the vocabulary into the most groups, found by trying all words.
 OPENING = "slate"
-# Among more candidates than these, one of them is a good enough guess and much faster to find.
+# With more candidates than this, only candidates are considered as guesses, which is much faster.
 FEW = 30
 
 
 def oracle(_: int) -> Policy:
-    """A policy that finds any word of the vocabulary; it knows the rules, not the item."""
+    """A policy that finds any word of the vocabulary without knowing the item."""
     candidates = vocabulary()
     guess = ""
     known: list[tuple[str, str]] = []
@@ -35,7 +35,7 @@ def oracle(_: int) -> Policy:
 
 @functools.cache
 def best_guess(candidates: tuple[str, ...]) -> str:
-    """The word with the most different answers; among equals one that can be the hidden word."""
+    """The word with the most different answers, preferably one that can be the hidden word."""
     best, most = candidates[0], 0
     others = vocabulary() if len(candidates) <= FEW else ()
     for word in (*candidates, *others):

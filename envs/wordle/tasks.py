@@ -1,8 +1,8 @@
-"""The words: the vocabulary, the hidden word of each item, and what a guess tells about a word.
+"""The vocabulary, the hidden word of each item, and the feedback for a guess.
 
-The one idea: an item is a position in the vocabulary sorted by digest, so that every item has its
-own word, the splits share none, and neighbouring items have nothing in common. The feedback is that
-of AgentGym's Wordle, where a letter counts as present however often it was guessed.
+An item is a position in the vocabulary sorted by digest, so every item has its own word and
+neighbouring items are unrelated. The feedback is that of AgentGym's Wordle, where a letter counts
+as present however often it was guessed.
 """
 
 import functools
@@ -19,7 +19,7 @@ TEST_WORDS = 150
 
 @functools.cache
 def vocabulary() -> tuple[str, ...]:
-    """All words that may be guessed or hidden, in alphabetical order."""
+    """All words that can be guessed or hidden, in alphabetical order."""
     text = Path(__file__).with_name("vocabulary.txt").read_text(encoding="utf-8")
     return tuple(text.split())
 
@@ -39,7 +39,7 @@ items = fixed_splits(
 
 
 def hidden_word(item: int) -> str:
-    """The word of an item; GameError when there is none."""
+    """The word of an item; GameError for an unknown item."""
     words = _hidden_words()
     if not 0 <= item < len(words):
         raise GameError(f"The seed {item} is not valid: there are 0 to {len(words) - 1}.")
@@ -47,7 +47,7 @@ def hidden_word(item: int) -> str:
 
 
 def feedback(guess: str, word: str) -> str:
-    """Five letters: g the right place, y elsewhere in the word, b not in the word."""
+    """One letter per position: g right place, y elsewhere in the word, b not in the word."""
     return "".join(
         "g" if letter == hidden else "y" if letter in word else "b"
         for letter, hidden in zip(guess, word, strict=True)
@@ -55,5 +55,5 @@ def feedback(guess: str, word: str) -> str:
 
 
 def still_possible(words: tuple[str, ...], guess: str, answer: str) -> tuple[str, ...]:
-    """The words that would have given this answer to the guess."""
+    """The words for which the guess gets this answer."""
     return tuple(word for word in words if feedback(guess, word) == answer)

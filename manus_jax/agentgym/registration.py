@@ -1,9 +1,8 @@
-"""Environments from outside this project, in one call.
+"""Registration of environments that live outside this project.
 
-An environment is three things: how its servers are spoken to, what the agent is told, and, where
-the servers are to be started here, the place of what they serve. A module that calls
-`register_environment` and is imported by the configuration (`import my_env` in a gin file) makes it
-one like all the others.
+An environment consists of a table row (how to talk to its servers), a prompt, and optionally an
+`EnvironmentSpec` with which servers can be started here. A module that calls `register_environment`
+and is imported by the configuration (`import my_env` in a gin file) adds one.
 """
 
 from envs.registry import ENVIRONMENTS as EMBEDDED
@@ -14,15 +13,15 @@ from manus_jax.agentgym.table import ENVIRONMENTS, EnvironmentRow
 def register_environment(
     row: EnvironmentRow, prompt: EnvironmentPrompt, spec: str | None = None
 ) -> None:
-    """Makes an environment known by the name of its row.
+    """Adds an environment under the name of its row.
 
-    `spec` is the place of its EnvironmentSpec, such as "my_env:SPEC"; without one it is played on
-    the servers of `env.urls` alone.
+    `spec` says where its EnvironmentSpec is, as "my_env:SPEC"; without one the environment can only
+    be played on the servers of `env.urls`.
     """
     if row.name in ENVIRONMENTS:
-        raise ValueError(f"there is an environment {row.name!r} already; choose another name")
+        raise ValueError(f"the environment {row.name!r} is already registered")
     if spec is not None and not all(spec.partition(":")):
-        raise ValueError(f"{row.name}: spec {spec!r} is no place; write it as 'module:SPEC'")
+        raise ValueError(f"{row.name}: spec {spec!r} must have the form 'module:SPEC'")
     ENVIRONMENTS[row.name] = row
     PROMPTS[row.name] = prompt
     if spec is not None:

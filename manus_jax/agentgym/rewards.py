@@ -1,8 +1,9 @@
-"""What an environment's number means, and how it becomes rewards that add up.
+"""How the numbers that a server sends become step rewards.
 
-Servers disagree: sciworld sends the score so far, the tool environments their best progress, maze a
-verdict at the end. The one idea: every meaning is a rule for the episode's total after a step; a
-step's reward is the growth of that total, so the steps of an episode always sum to its reward.
+Servers report different quantities: sciworld sends the score so far, the tool environments their
+progress, maze a result at the end. A `RewardRule` computes the episode's total reward after each
+step; the reward of a step is the change of that total, so step rewards always sum to the episode
+reward.
 """
 
 import enum
@@ -11,41 +12,41 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
-class Meaning(enum.Enum):
-    """How the number of one step relates to the reward of the episode."""
+class RewardKind(enum.Enum):
+    """How the number sent with a step relates to the reward of the episode."""
 
-    FINAL = "final"  # a verdict: counts at the step that ends the episode, is 0 until then
-    CUMULATIVE = "cumulative"  # the episode's reward so far; it may fall
-    BEST = "best"  # the best progress so far; it never falls
+    FINAL = "final"  # counts only at the step that ends the episode
+    CUMULATIVE = "cumulative"  # the episode reward so far; it can fall
+    MAX_SO_FAR = "max_so_far"  # the episode reward is the highest value seen
 
 
-def full_marks(total: float) -> bool:
-    """Success is the whole reward (within rounding of fractions such as 3 times 1/3)."""
+def full_reward(total: float) -> bool:
+    """Success means the full reward, up to rounding of fractions such as 3 times 1/3."""
     return total >= 1.0 - 1e-6
 
 
 def any_reward(total: float) -> bool:
-    """Success is any reward at all: the number only says how fast the goal was reached."""
+    """Success means any reward at all: the number only says how fast the goal was reached."""
     return total > 0.0
 
 
 @dataclass(frozen=True)
 class RewardRule:
-    """Reads one environment's number: where it is, its range, what it means, what is success.
+    """How to read one environment's number: its kind, field and range, and what counts as success.
 
-    Values are divided by `high`, so that 1 is always the best there is. A value outside
-    `low..high` is an error, as the scale would be wrong, unless `clip` says that some are known.
+    Values are divided by `high`, so that 1 is always the best possible reward. A value outside
+    `low..high` is an error, because the scale would be wrong, unless `clip` is set.
     """
 
-    meaning: Meaning
+    kind: RewardKind
     field: str = "reward"
     low: float = 0.0
     high: float = 1.0
     clip: bool = False
-    success: Callable[[float], bool] = full_marks
+    success: Callable[[float], bool] = full_reward
 
     def scaled(self, value: float) -> float:
-        """The server's value on the scale whose best is 1; ValueError outside the range."""
+        """The server's value divided by `high`; ValueError if it is out of range."""
         if not math.isfinite(value):
             raise ValueError(f"{self.field} is {value}")
         if self.clip:
@@ -55,29 +56,29 @@ class RewardRule:
         return value / self.high
 
     def total_after(self, total: float, value: float, done: bool) -> float:
-        """The episode's reward after a step that answered `value` (scaled)."""
-        match self.meaning:
-            case Meaning.FINAL:
+        """The episode reward after a step with the scaled value `value`."""
+        match self.kind:
+            case RewardKind.FINAL:
                 return value if done else total
-            case Meaning.CUMULATIVE:
+            case RewardKind.CUMULATIVE:
                 return value
-            case Meaning.BEST:
+            case RewardKind.MAX_SO_FAR:
                 return max(total, value)
 
 
 @dataclass
 class EpisodeReward:
-    """The reward of one episode as it grows.
+    """The running reward of one episode.
 
-    A turn that never reaches the server (an action that does not parse) is not recorded and so
-    leaves the total at the value of the last valid step.
+    A turn that never reaches the server (an action that does not parse) is not recorded, so the
+    total stays as it was.
     """
 
     rule: RewardRule
     total: float = 0.0
 
     def record(self, value: float, done: bool) -> float:
-        """Takes in one answered step and returns its reward, the growth of the total."""
+        """Records the value of one step and returns the step's reward."""
         before = self.total
         self.total = self.rule.total_after(before, self.rule.scaled(value), done)
         return self.total - before

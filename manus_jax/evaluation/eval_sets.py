@@ -5,11 +5,11 @@ difficulty, while items are often sorted by it; and a larger panel contains the 
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 
 from envs import registry
 from envs.game import GameError
+from envs.items import evaluation_order
 from manus_jax.agentgym.table import environment
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.settings import EnvSettings
@@ -34,11 +34,7 @@ class Panel:
 
 def drawn(env: str, items: Sequence[int], count: int) -> list[Task]:
     """At most `count` of the items, in the order of their hashes."""
-
-    def key(item: int) -> bytes:
-        return hashlib.sha256(f"{env}_{item}".encode()).digest()
-
-    return [Task(env, item, f"{env}_{item}") for item in sorted(items, key=key)[:count]]
+    return [Task(env, item, f"{env}_{item}") for item in evaluation_order(env, items)[:count]]
 
 
 def split_tasks(env: str, split: str, count: int) -> list[Task]:

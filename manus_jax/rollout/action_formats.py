@@ -10,16 +10,20 @@ import ast
 import dataclasses
 import json
 import re
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import get_args
 
-from manus_jax.agentgym.prompts import FENCED, REACT, SEARCH_TAGS, SQL_BLOCK, TOOL_CALL
 from manus_jax.agentgym.table import ActionStyle, EnvironmentRow
 
 MAX_CODE = 4000
 MAX_NESTING = 20
 """Bounds on code and JSON: parsers recurse on the C stack, and threads have small ones."""
 
+_INSTRUCTIONS: dict[str, str] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 _PARSED_STYLES: frozenset[ActionStyle] = frozenset(("line", "plain_line", "sql_block"))
 _ALL_STYLES: frozenset[ActionStyle] = frozenset(get_args(ActionStyle))
 
@@ -149,7 +153,7 @@ def _find_react(text: str) -> str:
 register_format(
     ActionFormat(
         "react",
-        REACT,
+        _INSTRUCTIONS["react"],
         "Action:",
         lambda thought, action: f"Thought:\n{thought}\n\nAction:\n{action}",
         _find_react,
@@ -168,7 +172,7 @@ def _find_sql(text: str) -> str:
 register_format(
     ActionFormat(
         "react_sql",
-        SQL_BLOCK,
+        _INSTRUCTIONS["react_sql"],
         "```sql",
         lambda thought, action: f"Thought:\n{thought}\n\nAction:\n{_sql_block(action)}",
         _find_sql,
@@ -197,9 +201,7 @@ def _tag_format(tag: str) -> ActionFormat:
 
     return ActionFormat(
         tag,
-        f"Think first, between <think> and </think>. Then give exactly one action, between "
-        f"{opening} and {closing}. Every answer has this form:\n\n"
-        f"<think>why you do what you do next</think>\n{opening}the action{closing}",
+        _INSTRUCTIONS["tag"].format(tag=tag),
         opening,
         lambda thought, action: f"<think>{thought}</think>\n{opening}{_unfenced(action)}{closing}",
         find,
@@ -250,10 +252,7 @@ def _render_function_call(thought: str, action: str) -> str:
 register_format(
     ActionFormat(
         "function_call",
-        "Answer with one function call in every answer: a JSON object with your thought, the name "
-        "of the function, which is always act, and its argument, in this form and with nothing "
-        'before or after it:\n\n{"thought": "why you do what you do next", "function_name": '
-        '"act", "arguments": {"action": "the action"}}',
+        _INSTRUCTIONS["function_call"],
         '"function_name"',
         _render_function_call,
         _find_function_call,
@@ -300,9 +299,7 @@ def _render_code(thought: str, action: str) -> str:
 register_format(
     ActionFormat(
         "code_as_action",
-        "Answer with one block of Python in every answer: your thought in comments, and one call "
-        "of act, with the action in quotes, in this form:\n\n"
-        '```python\n# why you do what you do next\nact("the action")\n```',
+        _INSTRUCTIONS["code_as_action"],
         "```python",
         _render_code,
         _find_code,
@@ -334,7 +331,7 @@ def _find_fenced(text: str) -> str:
 register_format(
     ActionFormat(
         "tool_call",
-        TOOL_CALL,
+        _INSTRUCTIONS["tool_call"],
         "with Action Input:",
         lambda thought, action: f"Thought: {thought}\n\nAction: {action}",
         _has("with Action Input:", 'write "Action: NAME with Action Input: {...}" as last line.'),
@@ -344,7 +341,7 @@ register_format(
 register_format(
     ActionFormat(
         "search_tags",
-        SEARCH_TAGS,
+        _INSTRUCTIONS["search_tags"],
         "<search>",
         lambda thought, action: f"<think>{thought}</think>\n{action}",
         _find_search_tags,
@@ -354,7 +351,7 @@ register_format(
 register_format(
     ActionFormat(
         "fenced",
-        FENCED,
+        _INSTRUCTIONS["fenced"],
         "```",
         lambda thought, action: f"{thought}\n{action}",
         _find_fenced,
@@ -364,7 +361,7 @@ register_format(
 register_format(
     ActionFormat(
         "raw",
-        "Your whole answer is taken as the action: write the action and nothing else.",
+        _INSTRUCTIONS["raw"],
         "whole answer is taken as the action",
         lambda thought, action: action,
         lambda text: text,

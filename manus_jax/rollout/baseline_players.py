@@ -1,7 +1,7 @@
-"""Players without a model: the environments' oracles, and chance.
+"""Players without a model, as baselines: the environments' oracles and a random policy.
 
-For evaluation: the oracle is the score to reach, chance the one to beat. Both play through the same
-loop, prompts and parsers as a model, with text in place of tokens.
+Both play through the same loop, prompts and parsers as a model, with text instead of tokens. The
+oracle's score is the target, the random policy's the level to beat.
 """
 
 import random
@@ -9,37 +9,36 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 
-from envs.game import GameError
+from envs.game import GameError, PlausibleActions
 from envs.registry import ENVIRONMENTS as EMBEDDED
 from envs.registry import load
 from manus_jax.agentgym.prompts import PROMPTS
 from manus_jax.agentgym.table import environment
-from manus_jax.rollout.action_formats import ActionFormat
 from manus_jax.rollout.llm_player import turn_seed
 from manus_jax.rollout.player import Answer, NoAnswer, Part
 from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import Segment
 
 Reply = Callable[[Sequence[str]], str | None]
-"""All observations so far → the next turn's text; None to give up."""
+"""All observations so far → the text of the next turn, or None to give up."""
 
 
 class TextPlayer:
-    """A player that a function speaks for."""
+    """A player whose turns come from a function."""
 
     prompts_extended = 0
     prompts_forked = 0
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
-        self._heard: list[str] = []
+        self._observations: list[str] = []
 
     def hear(self, observation: str) -> str:
-        self._heard.append(observation)
+        self._observations.append(observation)
         return observation
 
     def answer(self, turn: int) -> Answer:
-        text = self._reply(self._heard)
+        text = self._reply(self._observations)
         if text is None:
             raise NoAnswer("gave_up")
         return Answer(text)
@@ -52,10 +51,10 @@ class TextPlayer:
 
 
 class OraclePolicy:
-    """Plays what the environment's own oracle would; for the environments of `envs`."""
+    """Plays the moves of the environment's oracle, for environments in `envs`."""
 
     def __init__(self) -> None:
-        # What an environment computes once for all its items, many threads would compute at once.
+        # Environments cache what all items share; without a lock, threads would each compute it.
         self._lock = threading.Lock()
 
     def check(self, env: str, settings: RolloutSettings) -> None:
@@ -73,7 +72,7 @@ class OraclePolicy:
         def reply(observations: Sequence[str]) -> str | None:
             try:
                 move = policy(observations[-1])
-            except GameError:  # it has no way on from here
+            except GameError:  # the oracle is stuck
                 return None
             return part.action_format.render(move.thought, move.action)
 
@@ -81,38 +80,46 @@ class OraclePolicy:
 
 
 class RandomPolicy:
-    """Plays actions that look valid, by chance; the same episode always the same way."""
+    """Plays random valid-looking actions; an episode is played the same way every time."""
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
 
     def check(self, env: str, settings: RolloutSettings) -> None:
-        """Chance plays everything."""
+        """Every environment can be played at random."""
 
     def player(self, part: Part) -> TextPlayer:
         task, action_format = part.spec.task, part.action_format
         rng = random.Random(turn_seed(self._seed, part.spec.uid, 0))
         assert task.env is not None
-        choices = CHOICES.get(task.env, _shown(task.env))
+        plausible = _plausible_actions(task.env)
 
         def reply(observations: Sequence[str]) -> str:
-            return _random_turn(choices(observations), action_format, rng)
+            actions = plausible(observations)
+            # Only random() gives the same numbers in every Python version.
+            action = actions[int(rng.random() * len(actions))]
+            return action_format.render("I try something.", action)
 
         return TextPlayer(reply)
 
 
-def _random_turn(actions: Sequence[str], action_format: ActionFormat, rng: random.Random) -> str:
-    # Only random() gives the same numbers in every Python.
-    action = actions[int(rng.random() * len(actions))]
-    return action_format.render("I try something.", action)
+def _plausible_actions(env: str) -> PlausibleActions:
+    """The environment's own choice, else the listed actions, else those its prompt shows."""
+    if env in EMBEDDED and (chosen := load(env).plausible_actions) is not None:
+        return chosen
+    shown = _actions_in_prompt(env)
+
+    def listed_or_shown(observations: Sequence[str]) -> Sequence[str]:
+        # As `agentgym.table` appends them to an observation of alfworld.
+        _, _, listed = observations[-1].partition("AVAILABLE ACTIONS: ")
+        actions = [action.strip() for action in listed.partition("\n")[0].split(",")]
+        return [action for action in actions if action] or shown
+
+    return listed_or_shown
 
 
-Choices = Callable[[Sequence[str]], Sequence[str]]
-"""All observations so far → actions that make sense in this environment."""
-
-
-def _shown(env: str) -> Choices:
-    """What the environment's instruction shows that has nothing left to fill in."""
+def _actions_in_prompt(env: str) -> list[str]:
+    """The actions of the environment's prompt that have no placeholders."""
     prompt, style = PROMPTS[env], environment(env).action
     shown = [example.action for example in prompt.examples]
     listed = [part.strip() for line in prompt.actions for part in line.partition(":")[0].split(",")]
@@ -124,41 +131,4 @@ def _shown(env: str) -> Choices:
         shown += [f"```{action}```" for action in plain]
     elif style in ("line", "plain_line"):
         shown += plain
-    actions = list(dict.fromkeys(shown))
-    return lambda observations: actions
-
-
-def _textcraft(observations: Sequence[str]) -> Sequence[str]:
-    crafts = re.findall(r"^craft .+$", observations[0], re.MULTILINE)
-    ingredients = [part for craft in crafts for part in craft.partition(" using ")[2].split(", ")]
-    return [*crafts, *(f"get {ingredient}" for ingredient in ingredients), "inventory"]
-
-
-def _wordle(observations: Sequence[str]) -> Sequence[str]:
-    words = re.findall(r"\b[a-z]{5}\b", observations[0].partition("one of:")[2])
-    return [" ".join(word) for word in words or ("slate", "crony", "pudgy", "bight", "flame")]
-
-
-def _webshop(observations: Sequence[str]) -> Sequence[str]:
-    parts = [part.strip() for part in observations[-1].split("[SEP]")]
-    if "Search" in parts:
-        return [f"search[{max(parts, key=len)}]"]
-    return [f"click[{part.lower()}]" for part in parts if part] or ["click[back to search]"]
-
-
-def _listed_actions(observations: Sequence[str]) -> Sequence[str]:
-    """babyai and alfworld list what is possible in their observations."""
-    found = re.search(
-        r"(?:AVAILABLE ACTIONS|[Aa]vailable actions): *\[?([^\]\n]*)", observations[-1]
-    )
-    listed = [part.strip(" \"'") for part in found[1].split(",")] if found else []
-    return [action for action in listed if action] or ["look", "check available actions"]
-
-
-CHOICES: dict[str, Choices] = {
-    "textcraft": _textcraft,
-    "wordle": _wordle,
-    "babyai": _listed_actions,
-    "alfworld": _listed_actions,
-    "webshop": _webshop,
-}
+    return list(dict.fromkeys(shown))

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import jax
 
-from envs.traces import conversation_of
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.algorithms.recipes import Recipe
 from manus_jax.config.binding import ConfigError
@@ -37,6 +36,7 @@ from manus_jax.rollout.llm_player import EngineAgent
 from manus_jax.rollout.player import Agent
 from manus_jax.rollout.runner import run_episodes
 from manus_jax.rollout.settings import RolloutSettings
+from manus_jax.rollout.traces import conversation_of
 from manus_jax.rollout.trajectory import episode_specs, trajectories
 from manus_jax.training import supervised
 from manus_jax.training.build_rollout import (

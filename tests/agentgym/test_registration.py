@@ -9,7 +9,7 @@ from envs.registry import UnknownEnvironment
 from manus_jax.agentgym import prompts, table
 from manus_jax.agentgym.prompts import EnvironmentPrompt
 from manus_jax.agentgym.registration import register_environment
-from manus_jax.agentgym.rewards import Meaning, RewardRule
+from manus_jax.agentgym.rewards import RewardKind, RewardRule
 from manus_jax.agentgym.settings import open_environments
 from manus_jax.agentgym.table import EnvironmentRow
 
@@ -46,7 +46,7 @@ SPEC = EnvironmentSpec(
 )
 NOT_A_SPEC = 7
 '''
-ROW = EnvironmentRow("doubling", "id", 36001, "data_idx", RewardRule(Meaning.FINAL), "line")
+ROW = EnvironmentRow("doubling", "id", 36001, "data_idx", RewardRule(RewardKind.FINAL), "line")
 PROMPT = EnvironmentPrompt("Double a number.", ("the number",), ())
 
 
@@ -84,10 +84,10 @@ def test_without_a_spec_it_is_played_on_given_servers_alone(doubling):
 
 
 def test_a_name_is_given_once_and_a_place_has_two_parts(doubling):
-    with pytest.raises(ValueError, match=r"doubling: spec 'doubling_game' is no place"):
+    with pytest.raises(ValueError, match=r"doubling: spec 'doubling_game' must have the form"):
         register_environment(ROW, PROMPT, "doubling_game")
     register_environment(ROW, PROMPT)
-    with pytest.raises(ValueError, match="there is an environment 'doubling' already"):
+    with pytest.raises(ValueError, match="the environment 'doubling' is already registered"):
         register_environment(ROW, PROMPT)
 
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from manus_jax.agentgym.rewards import EpisodeReward, Meaning, RewardRule, any_reward
+from manus_jax.agentgym.rewards import EpisodeReward, RewardKind, RewardRule, any_reward
 from manus_jax.agentgym.table import ENVIRONMENTS
 
 
@@ -13,11 +13,14 @@ def rewards_of(rule: RewardRule, steps: list[tuple[float, bool]]) -> tuple[list[
 
 def test_final_counts_only_the_step_that_ends_the_episode() -> None:
     steps = [(0.5, False), (0.7, False), (1.0, True)]
-    assert rewards_of(RewardRule(Meaning.FINAL), steps) == ([0.0, 0.0, 1.0], 1.0)
+    assert rewards_of(RewardRule(RewardKind.FINAL), steps) == ([0.0, 0.0, 1.0], 1.0)
 
 
 def test_final_of_an_episode_that_never_ended_is_zero() -> None:
-    assert rewards_of(RewardRule(Meaning.FINAL), [(0.5, False), (0.7, False)]) == ([0.0, 0.0], 0.0)
+    assert rewards_of(RewardRule(RewardKind.FINAL), [(0.5, False), (0.7, False)]) == (
+        [0.0, 0.0],
+        0.0,
+    )
 
 
 def test_cumulative_becomes_the_growth_of_each_step() -> None:
@@ -40,7 +43,7 @@ def test_cumulative_reaches_success_at_the_whole_score() -> None:
 
 def test_best_so_far_never_falls_and_never_counts_twice() -> None:
     steps = [(0.25, False), (0.25, False), (0.5, False), (0.0, True)]
-    assert rewards_of(RewardRule(Meaning.BEST), steps) == ([0.25, 0.0, 0.25, 0.0], 0.5)
+    assert rewards_of(RewardRule(RewardKind.MAX_SO_FAR), steps) == ([0.25, 0.0, 0.25, 0.0], 0.5)
 
 
 def test_a_turn_that_is_not_recorded_leaves_the_value_of_the_last_valid_step() -> None:
@@ -51,7 +54,7 @@ def test_a_turn_that_is_not_recorded_leaves_the_value_of_the_last_valid_step() -
 
 
 def test_thirds_that_add_up_to_one_are_a_success() -> None:
-    episode = EpisodeReward(RewardRule(Meaning.BEST))
+    episode = EpisodeReward(RewardRule(RewardKind.MAX_SO_FAR))
     episode.record(1 / 3 + 1 / 3 + 1 / 3 - 1e-9, True)
     assert episode.success
 
@@ -79,4 +82,4 @@ def test_todo_progress_before_the_end_is_not_its_verdict() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, 10.0, -0.5])
 def test_a_value_off_the_declared_scale_is_an_error(value: float) -> None:
     with pytest.raises(ValueError, match="reward"):
-        EpisodeReward(RewardRule(Meaning.FINAL)).record(value, True)
+        EpisodeReward(RewardRule(RewardKind.FINAL)).record(value, True)

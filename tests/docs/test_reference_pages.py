@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from manus_jax.agentgym.rewards import Meaning
+from manus_jax.agentgym.rewards import RewardKind
 from manus_jax.algorithms import aggregation, corrections, kl, recipes, reward_allocation
 from manus_jax.config import settings
 
@@ -171,8 +171,8 @@ def test_every_part_has_its_formula():
 
 
 def test_the_guide_names_the_meanings_that_a_reward_can_have():
-    told = set(re.findall(r"`([A-Z]{4,})`", (DOCS / "extending.md").read_text()))
-    assert told - {"SPEC"} == set(Meaning.__members__)
+    told = set(re.findall(r"`([A-Z_]{4,})`", (DOCS / "extending.md").read_text()))
+    assert told - {"SPEC"} == set(RewardKind.__members__)
 
 
 def test_the_index_names_every_page_and_nothing_else():

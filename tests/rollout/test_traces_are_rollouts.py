@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from scripted_engine import Script, ScriptedEngine, oracle
 
-from envs.traces import main
 from manus_jax.agentgym.settings import open_environments
 from manus_jax.agentgym.table import environment
 from manus_jax.data.chat import ChatStream
@@ -18,6 +17,7 @@ from manus_jax.rollout.prompts import PromptSettings, opening
 from manus_jax.rollout.runner import run_episodes
 from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import Trajectory, episode_specs
+from manus_jax.traces import main
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ def test_a_trace_has_the_tokens_of_the_same_episode_played_through_an_engine(
     env: str, tmp_path: Path, engine_of: Callable[..., ScriptedEngine]
 ) -> None:
     path = tmp_path / "traces.parquet"
-    assert main([env, "--n", "2", "--seed", "5", "--out", str(path)]) == 0
+    main([env, "--n", "2", "--seed", "5", "--out", str(path)])
     traces = read_tasks(path, needs="conversation")
     settings = RolloutSettings(
         max_turns=200,
@@ -65,7 +65,7 @@ def test_the_prompt_of_a_trace_opens_the_same_episode_as_the_environments_own(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "traces.parquet"
-    assert main(["maze", "--n", "1", "--out", str(path)]) == 0
+    main(["maze", "--n", "1", "--out", str(path)])
     [task] = read_tasks(path)
     action_format = format_for(environment("maze"))
     told = [

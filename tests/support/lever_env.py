@@ -5,7 +5,7 @@ import random
 from envs.game import EnvironmentSpec, Move, Step, fixed_splits
 from manus_jax.agentgym.prompts import EnvironmentPrompt, Example
 from manus_jax.agentgym.registration import register_environment
-from manus_jax.agentgym.rewards import Meaning, RewardRule
+from manus_jax.agentgym.rewards import RewardKind, RewardRule
 from manus_jax.agentgym.table import EnvironmentRow
 from manus_jax.rewards import register_reward
 
@@ -52,7 +52,7 @@ register_environment(
         id_field="id",
         port=36001,
         item_field="data_idx",
-        reward=RewardRule(Meaning.FINAL),
+        reward=RewardRule(RewardKind.FINAL),
         action="plain_line",
         closes=True,
     ),

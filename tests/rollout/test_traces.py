@@ -1,6 +1,7 @@
 """Recorded oracle episodes: OpenManus-RL's columns, and conversations that replay to a win."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from envs.registry import load
-from envs.traces import main
+from manus_jax import command
 from manus_jax.agentgym.prompts import PROMPTS
+from manus_jax.traces import main
 
 # The schema of OpenManus-RL's textcraft-train.parquet, as pyarrow prints it.
 OPENMANUS_COLUMNS = {
@@ -26,7 +28,7 @@ OPENMANUS_COLUMNS = {
 
 def write(tmp_path: Path, *arguments: str) -> pa.Table:
     out = tmp_path / "traces" / "out.parquet"
-    assert main([*arguments, "--out", str(out)]) == 0
+    main([*arguments, "--out", str(out)])
     return pq.read_table(out)
 
 
@@ -83,9 +85,16 @@ def test_the_seed_chooses_the_items(tmp_path: Path) -> None:
     ],
 )
 def test_a_request_that_cannot_be_met_is_one_line_and_exit_code_2(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert main([*arguments, "--out", str(tmp_path / "x.parquet")]) == 2
+    monkeypatch.setattr(sys, "argv", ["traces", *arguments, "--out", str(tmp_path / "x.parquet")])
+    with pytest.raises(SystemExit) as exited:
+        command.run(main)
+    assert exited.value.code == 2
     errors = capsys.readouterr().err
     assert message in errors and errors.count("\n") == 1
     assert not (tmp_path / "x.parquet").exists()

@@ -1,16 +1,12 @@
-"""`python -m envs.traces NAME --n N --out F.parquet`: oracle episodes in OpenManus-RL's schema.
+"""Traces: oracle episodes as conversations in OpenManus-RL's parquet schema.
 
-The one idea: a trace is the conversation that a perfect agent would have. The oracle plays through
-the agent's own loop, opening, action format and client, against a server of the environment, so a
-model that is trained on traces has seen, token for token, what it will meet in its rollouts. The
-columns are those of OpenManus-RL.
+The oracle plays through the same episode loop, prompts, action format and client as a model does,
+against a server of the environment. A model fine-tuned on traces therefore sees, token for token,
+the conversations of its later rollouts.
 """
 
-import argparse
 import json
 import random
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +15,10 @@ import pyarrow.parquet as pq
 
 from envs.game import EnvironmentSpec, GameError
 from envs.registry import UnknownEnvironment, load
-from manus_jax.agentgym.failures import EnvironmentSetupError
 from manus_jax.agentgym.settings import open_environments
 from manus_jax.agentgym.table import environment
 from manus_jax.data.tasks import Task
+from manus_jax.errors import UserError
 from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.baseline_players import OraclePolicy
 from manus_jax.rollout.prompts import opening
@@ -64,20 +60,36 @@ SCHEMA = pa.schema(
 ROLLOUT = RolloutSettings(max_turns=200, max_in_flight=16)
 
 
-class TraceError(Exception):
-    """No traces can be made as asked; the message says why."""
+class TraceError(UserError):
+    """The requested traces cannot be made."""
+
+
+def write_traces(name: str, split: str, count: int, seed: int, path: Path) -> None:
+    """Writes `count` episodes that the environment's oracle won. `seed` selects the items."""
+    if count < 1:
+        raise TraceError(f"--n must be at least 1, not {count}")
+    try:
+        spec = load(name)
+        missing = spec.requirements()
+        if missing is not None:
+            raise TraceError(missing)
+        made = rows(spec, split, count, seed)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(made, schema=SCHEMA), path)
+    except (UnknownEnvironment, GameError, OSError) as error:
+        raise TraceError(str(error)) from None
 
 
 def shuffled_items(spec: EnvironmentSpec, split: str, seed: int) -> list[int]:
-    """The items of a split in an order that depends on nothing but the seed."""
+    """The items of a split in an order that depends only on the seed."""
     rng = random.Random(seed)
     return [item for _, item in sorted((rng.random(), item) for item in spec.items(split))]
 
 
 def rows(spec: EnvironmentSpec, split: str, n: int, seed: int) -> list[dict[str, Any]]:
-    """`n` rows of different items; an item that the oracle does not win is passed over."""
+    """`n` rows of different items, skipping items that the oracle does not win."""
     if spec.oracle is None:
-        raise TraceError(f"{spec.name} has no oracle, so no traces can be made of it")
+        raise TraceError(f"{spec.name} has no oracle to play the traces")
     items = shuffled_items(spec, split, seed)
     made: list[dict[str, Any]] = []
     with open_environments({spec.name: "embedded"}) as pool:
@@ -86,16 +98,16 @@ def rows(spec: EnvironmentSpec, split: str, n: int, seed: int) -> list[dict[str,
             tasks = [Task(spec.name, item, f"{spec.name}_{item}") for item in batch]
             for outcome in run_episodes(episode_specs(tasks), OraclePolicy(), pool, ROLLOUT):
                 if isinstance(outcome, FailedEpisode):
-                    raise TraceError(f"{outcome.spec.task.item_id} was not played: {outcome.error}")
+                    raise TraceError(f"{outcome.spec.task.item_id} failed: {outcome.error}")
                 if outcome.success:
                     made.append(row(outcome, len(made), split))
     if len(made) < n:
-        raise TraceError(f"{spec.name} has {len(made)} winnable items in {split}: lower --n {n}")
+        raise TraceError(f"{spec.name} has only {len(made)} winnable items in {split}, not {n}")
     return made
 
 
 def row(trajectory: Trajectory, index: int, split: str) -> dict[str, Any]:
-    """An episode as a row of the table."""
+    """An episode as a row in OpenManus-RL's schema."""
     task = trajectory.task
     assert task.env is not None
     conversation = conversation_of(trajectory)
@@ -114,7 +126,7 @@ def row(trajectory: Trajectory, index: int, split: str) -> dict[str, Any]:
 
 
 def conversation_of(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """An episode as AgentGym writes conversations; only the agent's own turns have a loss."""
+    """An episode in AgentGym's conversation format, with loss on the agent's turns only."""
     conversation = [
         _agent(message.content, loss=False)
         if message.role == "assistant"
@@ -128,38 +140,9 @@ def conversation_of(trajectory: Trajectory) -> list[dict[str, Any]]:
     return conversation
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m envs.traces", description=__doc__)
-    parser.add_argument("name", help="the environment, e.g. textcraft")
-    parser.add_argument("--n", type=int, required=True, help="how many episodes")
-    parser.add_argument("--out", type=Path, required=True, help="the parquet file to write")
-    parser.add_argument("--split", default="train")
-    parser.add_argument("--seed", type=int, default=0, help="which items, and in which order")
-    options = parser.parse_args(arguments)
-    try:
-        if options.n < 1:
-            raise TraceError(f"--n must be at least 1, not {options.n}")
-        spec = load(options.name)
-        missing = spec.requirements()
-        if missing is not None:
-            raise TraceError(missing)
-        made = rows(spec, options.split, options.n, options.seed)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(made, schema=SCHEMA), options.out)
-    except (UnknownEnvironment, GameError, TraceError, EnvironmentSetupError, OSError) as error:
-        print(f"envs.traces: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {len(made)} episodes of {spec.name} to {options.out}")
-    return 0
-
-
 def _human(value: str) -> dict[str, Any]:
     return {"from": "human", "loss": None, "value": value}
 
 
 def _agent(value: str, loss: bool) -> dict[str, Any]:
     return {"from": "gpt", "loss": loss, "value": value}
-
-
-if __name__ == "__main__":
-    sys.exit(main())
