@@ -17,6 +17,7 @@ import json
 import math
 import os
 import platform
+import re
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -33,13 +34,13 @@ from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import AttentionKernel
 from manus_jax.models.log_probs import chunk_size
 from manus_jax.models.transformer import Compute, Transformer, abstract_model
+from manus_jax.planning.collectives import find_collectives, instructions
 from manus_jax.planning.compiling import (
     abstract_arguments,
-    compile_update,
     lower_update,
+    memory_of,
     policy_fields,
 )
-from manus_jax.planning.module_costs import ModuleCosts, by_kind, module_costs
 
 TRAINED = 0.25
 ARCHITECTURE = Architecture(
@@ -67,10 +68,15 @@ def measure(arch: Architecture, layout: Layout, devices: int) -> dict[str, Any]:
     """What one of `devices` devices does in an update, and what theory says that it sends."""
     mesh = make_mesh(fsdp=devices, devices=jax.devices()[:devices])
     made, fields = design(arch, layout, mesh), policy_fields(get_recipe("grpo"))
-    memory, text = compile_update(lower_update(made, mesh, fields))
+    compiled = lower_update(made, mesh, fields).compile()
+    memory = memory_of(compiled)
     tokens = layout.rows * layout.length // devices
     loops = (layout.micro_batches, math.ceil(TRAINED * tokens / chunk_size(tokens)))
-    costs = module_costs(text, loops, devices)
+    text = compiled.as_text() or ""
+    found = find_collectives(text, loops, devices)
+    kinds: dict[str, float] = {}
+    for c in found:
+        kinds[c.kind] = kinds.get(c.kind, 0.0) + c.sent * c.count
     matrices, everything = layer_parameters(made, mesh)
     sent = layout.micro_batches * (devices - 1) / devices
     layers = sent * 4 * (2 * matrices + 2 * everything)
@@ -78,21 +84,33 @@ def measure(arch: Architecture, layout: Layout, devices: int) -> dict[str, Any]:
     embedding = sent * 4 * 2 * layout.rows * layout.length / devices * arch.hidden_size
     return {
         "devices": devices,
-        "flops": costs.flops,
-        "memory_traffic": costs.bytes,
-        "collectives": {kind: sent for kind, (_, sent) in by_kind(costs.collectives).items()},
-        "collective_bytes": costs.wire_bytes,
+        "flops": product_flops(text, loops),
+        "collectives": kinds,
+        "collective_bytes": sum(kinds.values()),
         "collective_bytes_expected": layers + head + embedding,
-        "layer_collective_bytes": layer_bytes(costs, arch),
+        "layer_collective_bytes": sum(
+            c.sent * c.count for c in found if arch.num_layers in c.loops[1:2]
+        ),
         "layer_collective_bytes_expected": layers,
         "peak_memory": memory.peak,
         "state": memory.arguments,
     }
 
 
-def layer_bytes(costs: ModuleCosts, arch: Architecture) -> float:
-    """Bytes that a device sends inside the loops over layers."""
-    return sum(c.wire_bytes for c in costs.collectives if arch.num_layers in c.loops[1:2])
+def product_flops(text: str, loops: tuple[int, ...]) -> float:
+    """FLOPs of the matrix products of a compiled module; loop bodies count as often as they run."""
+    shapes = dict(re.findall(r"%(\S+) = \w+\[([\d,]*)\]", text))
+    total = 0.0
+    for i in instructions(text, loops):
+        if i.opcode != "dot":
+            continue
+        left = re.findall(r" dot\(%([^\s,]+)", i.line)[0]
+        contracted = re.findall(r"lhs_contracting_dims=\{([\d,]+)\}", i.line)[0]
+        sizes = [int(n) for n in shapes[left].split(",")]
+        depth = math.prod(sizes[int(axis)] for axis in contracted.split(","))
+        result = math.prod(int(n) for n in re.findall(r"\[([\d,]*)\]", i.result)[0].split(","))
+        total += 2.0 * result * depth * math.prod(i.loops)
+    return total
 
 
 def layer_parameters(made: Design, mesh: jax.sharding.Mesh) -> tuple[int, int]:
