@@ -1,15 +1,15 @@
-"""The update step over 1, 2, 4 and 8 devices, by what XLA compiled for each of them, not the clock.
+"""The update step compiled for 1, 2, 4 and 8 devices: work per device instead of wall-clock time.
 
     python benchmarks/scaling.py [--devices 1 2 4 8]
 
-The same model and the same batch, fully sharded (FSDP) over CPU devices. From each compiled module,
-per device: FLOPs of all matrix products, bytes to and from memory, bytes sent in collectives (every
-loop's body times its length) and peak memory. Theory says: FLOPs fall as 1/n. In the layers, each
-device receives the (n-1)/n of every weight that it does not hold, twice a micro-batch (forward,
-and backward with remat), and the gradients go the same way once, twice as far on a back end that
-reduces them whole and keeps its part (XLA's CPU one does). The head is gathered and its gradient
-scattered once a micro-batch, tokens' embeddings travel there and back. The state takes 12 bytes
-per parameter, over n.
+The same model and batch, fully sharded (FSDP) over CPU devices. Reported per device: FLOPs of all
+matrix products, bytes sent in collectives (loop bodies times the length of the loop) and peak
+memory. In theory, FLOPs fall as 1/n. In the layers, each device receives the (n-1)/n of every
+weight that it does not hold, twice per micro-batch (forward, and backward with remat), and the
+gradients are reduced once, at twice the bytes where the compiler all-reduces them and keeps one
+part (XLA's CPU compiler does). The head is gathered and its gradient scattered once per
+micro-batch, and token embeddings are sent there and back. The state takes 12 bytes per parameter,
+over n.
 """
 
 import argparse
@@ -50,7 +50,7 @@ LAYOUT = Layout(micro_batches=2, rows=8, length=512)
 
 
 def design(arch: Architecture, layout: Layout, mesh: jax.sharding.Mesh) -> Design:
-    """GRPO's update in float32 with full remat, as training designs it."""
+    """The update of GRPO in float32 with full remat, as training specifies it."""
     recipe = get_recipe("grpo")
     kernel = AttentionKernel("plain", mesh)
     graphdef, shapes = abstract_model(Transformer, arch, Compute("float32", "full", kernel))
@@ -65,7 +65,7 @@ def design(arch: Architecture, layout: Layout, mesh: jax.sharding.Mesh) -> Desig
 
 
 def measure(arch: Architecture, layout: Layout, devices: int) -> dict[str, Any]:
-    """What one of `devices` devices does in an update, and what theory says that it sends."""
+    """The work of one of `devices` devices in an update, and the bytes that theory predicts."""
     mesh = make_mesh(fsdp=devices, devices=jax.devices()[:devices])
     made, fields = design(arch, layout, mesh), policy_fields(get_recipe("grpo"))
     compiled = lower_update(made, mesh, fields).compile()
@@ -114,9 +114,9 @@ def product_flops(text: str, loops: tuple[int, ...]) -> float:
 
 
 def layer_parameters(made: Design, mesh: jax.sharding.Mesh) -> tuple[int, int]:
-    """Parameters of all layers that are split over devices, and all of them.
+    """The sharded parameters of all layers, and all parameters of the layers.
 
-    Norms lie on every device whole: nothing is gathered of them, but they have gradients.
+    Norms are replicated: they are not gathered, but their gradients are reduced.
     """
     state, _, _ = abstract_arguments(made, mesh, ())
     layers = jax.tree.leaves(state.params["backbone"]["layers"])
@@ -125,7 +125,7 @@ def layer_parameters(made: Design, mesh: jax.sharding.Mesh) -> tuple[int, int]:
 
 
 def compare(arch: Architecture, layout: Layout, counts: list[int]) -> dict[str, Any]:
-    """All counts, with ratios to what theory says: 1 is agreement, on the first count by itself."""
+    """All device counts, with ratios to the theory; 1 is agreement."""
     rows = [measure(arch, layout, n) for n in counts]
     first = rows[0]
     for row in rows:

@@ -144,7 +144,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(w: Workload, state: StateBytes) -> MemoryEstimate:
-    """Memory that an update needs at least; compilers take up to 1.6 times these temporaries."""
+    """Memory that an update needs at least; compilers took up to 1.7 times these temporaries."""
     a, tokens = w.arch, w.chip_tokens
     layer = w.layer_parameters / w.tensor
     heads = (a.num_heads + a.num_kv_heads) * a.head_dim / w.tensor
