@@ -91,7 +91,8 @@ def _verdict(update: UpdatePlan) -> str:
     free = update.usable - update.needed
     attention = ", ".join(sorted({k.split("_")[0] for k in update.kernels})) or "plain"
     if not update.fits:
-        return f"does not fit: {gib(-free)} too much; attention: {attention}"
+        refused = "; collectives are estimated" if update.temporaries is None else ""
+        return f"does not fit: {gib(-free)} too much; attention: {attention}{refused}"
     may = "fits" if update.compiled else "may fit"
     return f"{may}, with {gib(free)} to spare; attention: {attention}"
 
