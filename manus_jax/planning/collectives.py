@@ -20,7 +20,8 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?\S+ = (\(.*?\)|\S+) ([a-z][\w-]*)\("
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:calls|to_apply|\w+_computations?)=\{?((?:%[^\s,{}]+(?:, )?)+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_BOUND = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
+_CONSTANT = re.compile(r"%(\S+) = [su]32\[\]\S* constant\((\d+)\)")
+_COMPARE = re.compile(r"ROOT .* compare\(%(\S+), %(\S+?)\), direction=LT")
 # The TPU compiler splits a collective into steps with a common chain id, to overlap it with
 # computation, and writes a reduce-scatter as an all-reduce inside a computation of this name.
 _CHAIN = re.compile(r'chain_id="(\d+)"')
@@ -123,11 +124,28 @@ def _callee(line: str, attribute: str) -> str:
 
 
 def _trip_count(loop: str, computations: dict[str, list[str]]) -> int | None:
-    """The length of a loop: XLA's annotation, or the constant in its condition."""
+    """The length of a loop: XLA's annotation, or the constant bound of its counter.
+
+    A loop that passes parts around a ring may handle two of them at a time, so the bound is
+    divided by the step of the counter.
+    """
     if note := _TRIPS.search(loop):
         return int(note[1])
-    bounds = _BOUND.findall("\n".join(computations[_callee(loop, "condition")]))
-    return int(bounds[0]) if len(bounds) == 1 else None
+    condition = "\n".join(computations[_callee(loop, "condition")])
+    body = "\n".join(computations[_callee(loop, "body")])
+    compare = _COMPARE.search(condition)
+    bound = dict(_CONSTANT.findall(condition)).get(compare[2]) if compare else None
+    if compare is None or bound is None:
+        return None
+    index = re.search(rf"%{re.escape(compare[1])} = .* index=(\d+)", condition)
+    result = re.search(r"ROOT .* tuple\((.*?)\)", body)
+    if index is None or result is None:
+        return int(bound)
+    counter = re.findall(r"%([^\s,]+)", result[1])[int(index[1])]
+    added = re.search(rf"%{re.escape(counter)} = \S+ add\(%(\S+), %(\S+?)\)", body)
+    constants = dict(_CONSTANT.findall(body))
+    steps = [int(constants[n]) for n in (added.groups() if added else ()) if n in constants]
+    return -(-int(bound) // max(steps, default=1))
 
 
 def _bytes(result: str) -> list[float]:

@@ -261,6 +261,8 @@ def _compiled_traffic(
             chips, speed = topology.slices, topology.chip.network
         else:
             chips, speed = len(c.group), _bandwidth([devices[i] for i in c.group], topology)
+        if c.kind == "collective-permute":
+            speed *= 2  # XLA passes half of the parts around a ring in each direction
         sent = c.sent * c.count
         rows.append(Traffic(c.kind, chips, c.count, sent, sent / (speed * LINK_UTILISATION)))
     return _totals(rows)

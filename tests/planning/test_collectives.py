@@ -65,13 +65,17 @@ def test_loops_whose_length_is_data_take_the_lengths_given_by_depth():
     }
 
 
-def test_a_loop_without_a_note_takes_the_constant_of_its_condition():
+@pytest.mark.parametrize(("step", "runs"), [(1, 9), (2, 5)])
+def test_a_loop_without_a_note_takes_its_bound_and_the_step_of_its_counter(step, runs):
     text = """
 %body (p: (f32[4], s32[])) -> (f32[4], s32[]) {
   %p = (f32[4]{0:T(128)}, s32[]) parameter(0)
   %x = f32[4]{0} get-tuple-element(%p), index=0
+  %i = s32[] get-tuple-element(%p), index=1
+  %step = s32[]{:T(128)} constant(STEP)
+  %next = s32[]{:T(128)} add(%i, %step)
   %y = f32[4]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
-  ROOT %out = (f32[4]{0}, s32[]) tuple(%y, %x)
+  ROOT %out = (f32[4]{0}, s32[]) tuple(%y, /*index=1*/%next)
 }
 
 %condition (p: (f32[4], s32[])) -> pred[] {
@@ -86,8 +90,10 @@ ENTRY %main (x: f32[4]) -> (f32[4], s32[]) {
   ROOT %loop = (f32[4]{0:T(128)}, s32[]) while(%x), condition=%condition, body=%body
 }
 """
-    (reduce,) = find_collectives(text, (2,), 2)
-    assert (reduce.loops, reduce.sent) == ((9,), 16)
+    for counter in ("s32", "u32"):
+        written = text.replace("STEP", str(step)).replace("s32", counter)
+        (reduce,) = find_collectives(written, (2,), 2)
+        assert (reduce.loops, reduce.sent) == ((runs,), 16)
 
 
 def test_steps_of_a_collective_that_is_spread_over_fusions_count_as_one():
