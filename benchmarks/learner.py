@@ -61,11 +61,12 @@ def our_step(case: str, remat: str) -> Any:
     import jax
 
     from manus_jax.algorithms.recipes import get_recipe, policy_loss
+    from manus_jax.data_proto import DataProto
     from manus_jax.learner import objectives
+    from manus_jax.learner.learner import Learner, LearnerSpec
     from manus_jax.learner.mesh import make_mesh
     from manus_jax.learner.optimizer import adamw, learning_rate
-    from manus_jax.learner.packing import Layout, Sample, pack, with_loss_weights
-    from manus_jax.learner.update import init_state, make_update, put_batch
+    from manus_jax.learner.packing import RowShape, add_packing
     from manus_jax.models.architecture import Architecture
     from manus_jax.models.transformer import Compute, Transformer, abstract_model, init_params
 
@@ -77,29 +78,29 @@ def our_step(case: str, remat: str) -> Any:
         learning_rate(LEARNING_RATE, "constant", 0, 1, 0.0), 0.01, 0.9, 0.999, 1e-8, 1.0
     )
     recipe = get_recipe("dapo")
-    fields = {"sampler_log_probs": "old_log_probs"}
-    update = make_update(objectives.policy(graphdef, policy_loss(recipe)), optimizer, mesh, shapes)
-    state = init_state(init_params(Transformer, arch, compute, 0), optimizer, mesh)
-    samples = [
-        Sample(
-            t["input_ids"],
-            t["loss_mask"],
-            {
-                "advantages": t["advantages"],
-                "old_log_probs": t["old_log_probs"],
-                **{k: t[v] for k, v in fields.items()},
-            },
-        )
-        for t in trajectories(case)
-    ]
     rows = 2
-    layout = Layout.for_batch(len(samples), rows, LENGTH)
+    data = trajectories(case)
+    capacity = -(-len(data) // rows)
+    spec = LearnerSpec(
+        shapes,
+        objectives.policy(graphdef, policy_loss(recipe)),
+        lambda params, batch: objectives.log_probs_of(graphdef, params, batch)[0],
+        optimizer,
+        ("advantages", "old_log_probs", "sampler_log_probs"),
+        RowShape(rows, LENGTH),
+        capacity,
+        capacity,
+    )
+    learner = Learner(init_params(Transformer, arch, compute, 0), spec, mesh)
+    width = max(len(t["input_ids"]) for t in data)
+    pad = lambda x: np.pad(x, (0, width - len(x)))
+    columns = {name: np.stack([pad(t[name]) for t in data]) for name in data[0]}
+    columns["sampler_log_probs"] = columns["old_log_probs"]
+    columns["attention_mask"] = np.stack([pad(np.ones(len(t["input_ids"]), bool)) for t in data])
 
     def step() -> float:
-        nonlocal state
-        packed = pack(with_loss_weights(samples, "token-mean"), layout)
-        state, metrics = update(state, *put_batch(packed, mesh))
-        return float(metrics["loss"])
+        batch = add_packing(DataProto.from_dict(columns), LENGTH)
+        return learner.update(batch)["loss"]
 
     return step
 

@@ -1,22 +1,24 @@
-"""The update step over 1, 2, 4 and 8 devices, by what XLA compiled for each of them, not the clock.
+"""The update step compiled for 1, 2, 4 and 8 devices: work per device instead of wall-clock time.
 
     python benchmarks/scaling.py [--devices 1 2 4 8]
 
-The same model and the same batch, fully sharded (FSDP) over CPU devices. From each compiled module,
-per device: FLOPs of all matrix products, bytes to and from memory, bytes sent in collectives (every
-loop's body times its length) and peak memory. Theory says: FLOPs fall as 1/n. In the layers, each
-device receives the (n-1)/n of every weight that it does not hold, twice a micro-batch (forward,
-and backward with remat), and the gradients go the same way once, twice as far on a back end that
-reduces them whole and keeps its part (XLA's CPU one does). The head is gathered and its gradient
-scattered once a micro-batch, tokens' embeddings travel there and back. The state takes 12 bytes
-per parameter, over n.
+The same model and batch, fully sharded (FSDP) over CPU devices. Reported per device: FLOPs of all
+matrix products, bytes sent in collectives (loop bodies times the length of the loop) and peak
+memory. In theory, FLOPs fall as 1/n. In the layers, each device receives the (n-1)/n of every
+weight that it does not hold, twice per micro-batch (forward, and backward with remat), and the
+gradients are reduced once, at twice the bytes where the compiler all-reduces them and keeps one
+part (XLA's CPU compiler does). The head is gathered and its gradient scattered once per
+micro-batch, and token embeddings are sent there and back. The state takes 12 bytes per parameter,
+over n.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import os
 import platform
+import re
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -25,52 +27,70 @@ import jax
 
 from manus_jax.algorithms.recipes import get_recipe, policy_loss
 from manus_jax.learner import objectives
-from manus_jax.learner.learner import Design
+from manus_jax.learner.learner import LearnerSpec
 from manus_jax.learner.mesh import make_mesh
 from manus_jax.learner.optimizer import adamw, learning_rate
-from manus_jax.learner.packing import Layout
+from manus_jax.learner.packing import RowShape
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import AttentionKernel
 from manus_jax.models.log_probs import chunk_size
 from manus_jax.models.transformer import Compute, Transformer, abstract_model
+from manus_jax.planning.collectives import find_collectives, instructions
 from manus_jax.planning.compiling import (
     abstract_arguments,
-    compile_update,
     lower_update,
-    policy_fields,
+    memory_of,
 )
-from manus_jax.planning.module_costs import ModuleCosts, by_kind, module_costs
 
 TRAINED = 0.25
 ARCHITECTURE = Architecture(
     "qwen3", 4096, 256, 768, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, qk_norm=True
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The shape of a packed batch."""
+
+    micro_batches: int
+    rows: int
+    length: int
+
+
 LAYOUT = Layout(micro_batches=2, rows=8, length=512)
 
 
-def design(arch: Architecture, layout: Layout, mesh: jax.sharding.Mesh) -> Design:
-    """GRPO's update in float32 with full remat, as training designs it."""
+def design(arch: Architecture, layout: Layout, mesh: jax.sharding.Mesh) -> LearnerSpec:
+    """The update of GRPO in float32 with full remat, as training specifies it."""
     recipe = get_recipe("grpo")
     kernel = AttentionKernel("plain", mesh)
     graphdef, shapes = abstract_model(Transformer, arch, Compute("float32", "full", kernel))
     rate = learning_rate(1e-6, "constant", 0, 1, 0.0)
-    return Design(
+    return LearnerSpec(
         shapes,
         objectives.policy(graphdef, policy_loss(recipe)),
         lambda params, batch: objectives.log_probs_of(graphdef, params, batch)[0],
         adamw(rate, 0.01, 0.9, 0.999, 1e-8, 1.0),
-        layout,
+        tuple(f for f in recipe.loss_fields if f not in ("mask", "segment_ids", "entropy")),
+        RowShape(layout.rows, layout.length),
+        layout.micro_batches,
+        layout.micro_batches,
     )
 
 
 def measure(arch: Architecture, layout: Layout, devices: int) -> dict[str, Any]:
-    """What one of `devices` devices does in an update, and what theory says that it sends."""
+    """The work of one of `devices` devices in an update, and the bytes that theory predicts."""
     mesh = make_mesh(fsdp=devices, devices=jax.devices()[:devices])
-    made, fields = design(arch, layout, mesh), policy_fields(get_recipe("grpo"))
-    memory, text = compile_update(lower_update(made, mesh, fields))
+    made = design(arch, layout, mesh)
+    compiled = lower_update(made, mesh).compile()
+    memory = memory_of(compiled)
     tokens = layout.rows * layout.length // devices
     loops = (layout.micro_batches, math.ceil(TRAINED * tokens / chunk_size(tokens)))
-    costs = module_costs(text, loops, devices)
+    text = compiled.as_text() or ""
+    found = find_collectives(text, loops, devices)
+    kinds: dict[str, float] = {}
+    for c in found:
+        kinds[c.kind] = kinds.get(c.kind, 0.0) + c.sent * c.count
     matrices, everything = layer_parameters(made, mesh)
     sent = layout.micro_batches * (devices - 1) / devices
     layers = sent * 4 * (2 * matrices + 2 * everything)
@@ -78,36 +98,48 @@ def measure(arch: Architecture, layout: Layout, devices: int) -> dict[str, Any]:
     embedding = sent * 4 * 2 * layout.rows * layout.length / devices * arch.hidden_size
     return {
         "devices": devices,
-        "flops": costs.flops,
-        "memory_traffic": costs.bytes,
-        "collectives": {kind: sent for kind, (_, sent) in by_kind(costs.collectives).items()},
-        "collective_bytes": costs.wire_bytes,
+        "flops": product_flops(text, loops),
+        "collectives": kinds,
+        "collective_bytes": sum(kinds.values()),
         "collective_bytes_expected": layers + head + embedding,
-        "layer_collective_bytes": layer_bytes(costs, arch),
+        "layer_collective_bytes": sum(
+            c.sent * c.count for c in found if arch.num_layers in c.loops[1:2]
+        ),
         "layer_collective_bytes_expected": layers,
         "peak_memory": memory.peak,
         "state": memory.arguments,
     }
 
 
-def layer_bytes(costs: ModuleCosts, arch: Architecture) -> float:
-    """Bytes that a device sends inside the loops over layers."""
-    return sum(c.wire_bytes for c in costs.collectives if arch.num_layers in c.loops[1:2])
+def product_flops(text: str, loops: tuple[int, ...]) -> float:
+    """FLOPs of the matrix products of a compiled module; loop bodies count as often as they run."""
+    shapes = dict(re.findall(r"%(\S+) = \w+\[([\d,]*)\]", text))
+    total = 0.0
+    for i in instructions(text, loops):
+        if i.opcode != "dot":
+            continue
+        left = re.findall(r" dot\(%([^\s,]+)", i.line)[0]
+        contracted = re.findall(r"lhs_contracting_dims=\{([\d,]+)\}", i.line)[0]
+        sizes = [int(n) for n in shapes[left].split(",")]
+        depth = math.prod(sizes[int(axis)] for axis in contracted.split(","))
+        result = math.prod(int(n) for n in re.findall(r"\[([\d,]*)\]", i.result)[0].split(","))
+        total += 2.0 * result * depth * math.prod(i.loops)
+    return total
 
 
-def layer_parameters(made: Design, mesh: jax.sharding.Mesh) -> tuple[int, int]:
-    """Parameters of all layers that are split over devices, and all of them.
+def layer_parameters(made: LearnerSpec, mesh: jax.sharding.Mesh) -> tuple[int, int]:
+    """The sharded parameters of all layers, and all parameters of the layers.
 
-    Norms lie on every device whole: nothing is gathered of them, but they have gradients.
+    Norms are replicated: they are not gathered, but their gradients are reduced.
     """
-    state, _, _ = abstract_arguments(made, mesh, ())
+    state, _, _ = abstract_arguments(made, mesh)
     layers = jax.tree.leaves(state.params["backbone"]["layers"])
     split = [x for x in layers if len(x.sharding.spec)]
     return sum(math.prod(x.shape) for x in split), sum(math.prod(x.shape) for x in layers)
 
 
 def compare(arch: Architecture, layout: Layout, counts: list[int]) -> dict[str, Any]:
-    """All counts, with ratios to what theory says: 1 is agreement, on the first count by itself."""
+    """All device counts, with ratios to the theory; 1 is agreement."""
     rows = [measure(arch, layout, n) for n in counts]
     first = rows[0]
     for row in rows:

@@ -1,4 +1,4 @@
-"""`python -m manus_jax.plan --gin_file=F --topology=v5e:8x8`: would it fit, and how fast?"""
+"""`python -m manus_jax.plan --gin_file=F --topology=v5e:8x8`: does a run fit, how fast is it?"""
 
 import json
 import sys
@@ -13,16 +13,15 @@ from manus_jax.planning.architectures import find_architecture
 from manus_jax.planning.plans import make_plan
 from manus_jax.planning.search import nearest_that_fits
 from manus_jax.planning.tables import as_json, render
-from manus_jax.planning.topologies import find_topology
+from manus_jax.planning.topologies import find_topology, missing_compiler
 from manus_jax.training.learner_specs import TrainConfig, read_config
 
 
 def architecture_of(settings: TrainConfig, name: str | None) -> Architecture:
-    """The model to plan: `name`, or what the settings say."""
+    """The architecture to plan: `name` if given, else that of the settings."""
     if name is None and settings.model.path is not None:
-        name = settings.model.path
-        if not Path(name).exists():
-            name = Path(name).name
+        path = Path(settings.model.path)
+        name = str(path) if path.exists() else path.name
     if name is not None:
         return find_architecture(name)
     assert settings.scratch is not None
@@ -33,26 +32,25 @@ def architecture_of(settings: TrainConfig, name: str | None) -> Architecture:
 
 
 def main(arguments: list[str]) -> None:
-    parser = config.argument_parser("plan", "Compiles a run's updates for chips that are not here.")
+    parser = config.argument_parser("plan", "Compiles the updates of a run for absent hardware.")
     parser.add_argument("--topology", required=True, help="v5e:8x8, v5p:2x2x4, cuda:8x80GB, ...")
-    parser.add_argument("--slices", type=int, default=1, help="of a TPU topology, over a network")
-    parser.add_argument("--architecture", help="qwen2.5-7b, ...; a config.json; or model.path's")
+    parser.add_argument("--slices", type=int, default=1, help="number of TPU slices (1)")
+    parser.add_argument("--architecture", help="qwen2.5-7b, ..., or a config.json (model.path)")
     parser.add_argument("--trained", type=float, default=0.3, help="share of agent tokens (0.3)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers there too")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures to OUT")
     args = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")
     settings, _ = read_config(args.gin_file, args.gin_param)
     arch = architecture_of(settings, args.architecture)
     topology = find_topology(args.topology, args.slices)
-    if topology.platform == "tpu" and not topology.compiles:
-        note = "libtpu is not installed, so this is an estimate: pip install 'manus-jax[plan]'"
-        print(note, file=sys.stderr)
+    if not topology.compiles:
+        print(missing_compiler(topology), file=sys.stderr)
     plan = make_plan(settings, arch, topology, args.trained)
     print(render(plan), end="")
-    made = as_json(plan)
+    figures = as_json(plan)
     if not plan.fits:
-        say = lambda line: print(line, file=sys.stderr, flush=True)
-        found = nearest_that_fits(settings, arch, topology, args.trained, plan, say)
+        report = lambda line: print(line, file=sys.stderr, flush=True)
+        found = nearest_that_fits(settings, arch, topology, args.trained, plan, report)
         if found is None:
             print("\nNo remat policy, micro-batch or mesh fits on these chips: take more of them.")
         else:
@@ -60,9 +58,9 @@ def main(arguments: list[str]) -> None:
             print("\n".join(f"  --gin_param={line!r}" for line in found.lines))
             print()
             print(render(found.plan), end="")
-            made["nearest"] = {"gin_params": list(found.lines), **as_json(found.plan)}
+            figures["nearest"] = {"gin_params": list(found.lines), **as_json(found.plan)}
     if args.json:
-        args.json.write_text(json.dumps(made, indent=1) + "\n")
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

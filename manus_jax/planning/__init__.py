@@ -1,1 +1,1 @@
-"""What an update will need on hardware that is not there: memory, work, traffic, time."""
+"""Memory, FLOPs, communication and time of an update on hardware that is not present."""

@@ -1,4 +1,4 @@
-"""Public models by name, for planning without their files: the sizes in their `config.json`."""
+"""Sizes of public models, as in their `config.json`, so that planning needs no model files."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ _FAMILIES = {
     "qwen3": {"family": "qwen3", "rope_theta": 1e6, "qk_norm": True},
     "llama": {"family": "llama", "rope_theta": 5e5},
 }
-# vocabulary, hidden, MLP, layers, heads, key-value heads, head size, head tied to the embedding
+# vocabulary, hidden, MLP, layers, heads, key-value heads, head size, LM head tied to embedding
 _SIZES: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {
     "qwen2.5-0.5b": (151_936, 896, 4_864, 24, 14, 2, 64, True),
     "qwen2.5-1.5b": (151_936, 1_536, 8_960, 28, 12, 2, 128, True),
@@ -35,7 +35,7 @@ _FIELDS = (
 
 
 def find_architecture(name: str) -> Architecture:
-    """A public model by its name, or what a `config.json` (or its directory) says."""
+    """A public model by name, or the architecture in a `config.json` or a directory with one."""
     key = name.lower().removeprefix("qwen/").removesuffix("-instruct")
     if key in _SIZES:
         family = next(f for prefix, f in _FAMILIES.items() if key.startswith(prefix))

@@ -1,9 +1,7 @@
-"""The update that training would run, lowered and compiled for devices that are not there."""
+"""Lowers and compiles the update that training runs, for devices that are not present."""
 
 import dataclasses
 import re
-from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -11,22 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from manus_jax.algorithms.recipes import Recipe
 from manus_jax.config.binding import ConfigError
 from manus_jax.learner.learner import LearnerSpec
 from manus_jax.learner.mesh import batch_sharding, replicated
 from manus_jax.learner.update import TrainState, make_update, state_shardings
 from manus_jax.planning.chips import GIB
 
-_NO_FIELDS = ("mask", "segment_ids", "entropy")
-# The compiler says so early, or after it has tried to make do.
+# The TPU compiler reports this before or after trying to save memory.
 _OUT_OF_MEMORY = re.compile(r"(?:HLO temporaries \(|Used )([\d.]+)([KMG])")
 _UNITS = {"K": 2.0**10, "M": 2.0**20, "G": GIB}
-CRITIC_FIELDS = ("values", "returns")
 
 
 class DoesNotFit(Exception):
-    """The compiler's own verdict: the program needs `peak` bytes of a chip."""
+    """The compiler refused the program, which needs `peak` bytes on one chip."""
 
     def __init__(self, peak: float):
         super().__init__(f"needs {peak / GIB:.2f} GiB")
@@ -35,7 +30,7 @@ class DoesNotFit(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class StateBytes:
-    """What the state takes of one device, by its shardings: exact, before anything is compiled."""
+    """Bytes of state and batch on one device, from their shardings."""
 
     parameters: int
     optimizer: int
@@ -44,7 +39,7 @@ class StateBytes:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of one device while the compiled update runs; the state's buffers are reused."""
+    """Bytes on one device while the compiled update runs; `reused` outputs overwrite arguments."""
 
     arguments: int
     outputs: int
@@ -57,35 +52,25 @@ class Memory:
         return self.arguments + self.outputs - self.reused + self.temporaries + self.code
 
 
-def policy_fields(recipe: Recipe) -> tuple[str, ...]:
-    """The per-token fields that training packs for the recipe's update."""
-    return tuple(f for f in recipe.loss_fields if f not in _NO_FIELDS)
-
-
-def abstract_arguments(
-    design: LearnerSpec, mesh: Mesh, fields: Sequence[str]
-) -> tuple[TrainState, dict[str, Any], Any]:
-    """Shapes and placements of what `update(state, batch, used)` takes."""
+def abstract_arguments(spec: LearnerSpec, mesh: Mesh) -> tuple[TrainState, dict[str, Any], Any]:
+    """Shapes and shardings of the arguments of `update(state, batch, used)`."""
     counter = jax.ShapeDtypeStruct((), jnp.int32)
-    opt_state = jax.eval_shape(design.optimizer.init, design.shapes)
-    state = TrainState(design.shapes, opt_state, counter, counter)
+    opt_state = jax.eval_shape(spec.optimizer.init, spec.shapes)
+    state = TrainState(spec.shapes, opt_state, counter, counter)
     placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-    shardings = state_shardings(design.shapes, design.optimizer, mesh)
+    shardings = state_shardings(spec.shapes, spec.optimizer, mesh)
     types = {name: jnp.int32 for name in ("input_ids", "segment_ids", "positions")}
     types |= {"loss_mask": jnp.bool_, "loss_weights": jnp.float32}
-    types |= {name: jnp.float32 for name in fields}
-    shape = (design.update_micro_batches, design.row_shape.rows, design.row_shape.length)
+    types |= {name: jnp.float32 for name in spec.columns}
+    shape = (spec.update_micro_batches, spec.row_shape.rows, spec.row_shape.length)
     rows = batch_sharding(mesh)
     batch = {name: jax.ShapeDtypeStruct(shape, t, sharding=rows) for name, t in types.items()}
-    return (
-        jax.tree.map(placed, state, shardings),
-        batch,
-        jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh)),
-    )
+    used = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
+    return jax.tree.map(placed, state, shardings), batch, used
 
 
-def state_bytes(design: LearnerSpec, mesh: Mesh, fields: Sequence[str]) -> StateBytes:
-    state, batch, _ = abstract_arguments(design, mesh, fields)
+def state_bytes(spec: LearnerSpec, mesh: Mesh) -> StateBytes:
+    state, batch, _ = abstract_arguments(spec, mesh)
     return StateBytes(*(_per_device(tree) for tree in (state.params, state.opt_state, batch)))
 
 
@@ -96,17 +81,15 @@ def _per_device(tree: Any) -> int:
     )
 
 
-def lower_update(
-    design: LearnerSpec, mesh: Mesh, fields: Sequence[str], platform: str | None = None
-) -> jax.stages.Lowered:
-    """The very update of training, lowered for the mesh's devices, or for another `platform`."""
-    update: Any = make_update(design.objective, design.optimizer, mesh, design.shapes)
-    traced = update.trace(*abstract_arguments(design, mesh, fields))
+def lower_update(spec: LearnerSpec, mesh: Mesh, platform: str | None = None) -> jax.stages.Lowered:
+    """The update of training, lowered for the devices of the mesh or for another `platform`."""
+    update: Any = make_update(spec.objective, spec.optimizer, mesh, spec.shapes)
+    traced = update.trace(*abstract_arguments(spec, mesh))
     return traced.lower(lowering_platforms=(platform,)) if platform else traced.lower()
 
 
 def compile_update(lowered: jax.stages.Lowered) -> tuple[Memory, str]:
-    """Memory and text of the compiled update; `DoesNotFit` where the compiler gives up on it."""
+    """Memory and HLO text of the compiled update; `DoesNotFit` if the compiler refuses it."""
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -115,18 +98,23 @@ def compile_update(lowered: jax.stages.Lowered) -> tuple[Memory, str]:
             raise
         raise DoesNotFit(float(found[1]) * _UNITS[found[2]]) from None
     try:
-        stats, text = compiled.memory_analysis(), compiled.as_text()
+        memory, text = memory_of(compiled), compiled.as_text()
     except jax.errors.JaxRuntimeError:
         raise ConfigError(
-            f"libtpu {version('libtpu')} writes programs that jaxlib {version('jaxlib')} cannot "
-            "read; take the one that goes with it: pip install 'manus-jax[plan]'"
+            "the installed libtpu does not match jaxlib; install the version that does: "
+            "pip install 'manus-jax[plan]'"
         ) from None
-    assert stats is not None and text is not None
-    memory = Memory(
+    assert text is not None
+    return memory, text
+
+
+def memory_of(compiled: jax.stages.Compiled) -> Memory:
+    stats = compiled.memory_analysis()
+    assert stats is not None
+    return Memory(
         stats.argument_size_in_bytes,
         stats.output_size_in_bytes,
         stats.alias_size_in_bytes,
         stats.temp_size_in_bytes,
         stats.generated_code_size_in_bytes,
     )
-    return memory, text

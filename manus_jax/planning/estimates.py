@@ -1,9 +1,8 @@
-"""An update's work, memory and traffic from the sizes alone, with no compiler.
+"""FLOPs, memory and communication of an update, from the sizes of model, batch and mesh.
 
-Products are counted exactly, by the parameters they read. Memory and traffic are those of the
-update as it is written (learner/update.py, models/transformer.py): float32 state and gradients,
-sharded; layers gathered one at a time in the compute type; what the remat policy saves of each.
-Plans that were compiled use their own figures and only the model's FLOPs from here.
+FLOPs are exact counts of the matrix products in models/transformer.py and of the attention kernels.
+Memory and communication are what the update needs at least: compilers allocate more, so a compiled
+plan uses the compiler's figures.
 """
 
 import dataclasses
@@ -15,9 +14,8 @@ from manus_jax.models.log_probs import chunk_size
 from manus_jax.models.transformer import layer_shapes
 from manus_jax.planning.compiling import StateBytes
 
-# Products and the attention kernel that the backward pass runs again, and what it finds saved
-# instead, by remat policy (models/transformer.py). The last product of a layer never runs again.
-_AGAIN = {
+# The products that the backward pass computes again, by remat policy (models/transformer.py).
+_RECOMPUTED = {
     "full": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"),
     "attention": ("o_proj", "gate_proj", "up_proj"),
     "minimal": (),
@@ -27,9 +25,10 @@ _AGAIN = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One update of one model. `trained` is the share of tokens that are the agent's own.
+    """One update of one model.
 
-    `shards` are the mesh's sizes by axis, `itemsize` the bytes of the compute type.
+    `trained` is the share of agent tokens, `shards` the size of each mesh axis, `itemsize` the
+    bytes of a number in the compute type.
     """
 
     arch: Architecture
@@ -56,81 +55,82 @@ class Workload:
 
     @property
     def parameter_shards(self) -> int:
-        """Over how many chips a layer is gathered."""
+        """The number of chips that a layer is gathered from."""
         return self.shards["fsdp"] * self.shards["sequence"]
 
     @property
     def chip_tokens(self) -> float:
-        """Tokens of a micro-batch that a chip holds; the chips of a tensor group share them."""
+        """Tokens of a micro-batch on one chip; the chips of a tensor group hold the same ones."""
         return self.rows * self.length * self.tensor / self.chips
 
     @property
     def chunk(self) -> int:
-        """How many tokens of a chip the head projects at a time."""
+        """Tokens that the LM head projects at a time on one chip."""
         return chunk_size(int(self.chip_tokens))
 
     @property
     def chunks(self) -> int:
-        """How many chunks of trained tokens the head goes through."""
+        """Chunks of trained tokens in a micro-batch on one chip."""
         return max(1, math.ceil(self.trained * self.chip_tokens / self.chunk))
 
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of the matrices of one layer."""
+        return sum(_matrices(self.arch).values())
 
-def product_parameters(arch: Architecture) -> dict[str, int]:
-    """Parameters of one layer that tokens are multiplied with, by name."""
+    @property
+    def head_parameters(self) -> int:
+        return self.arch.vocab_size * self.arch.hidden_size if self.has_lm_head else 0
+
+
+def _matrices(arch: Architecture) -> dict[str, int]:
     return {n: math.prod(s) for n, s in layer_shapes(arch).items() if n.endswith("_proj")}
 
 
-def _head(w: Workload) -> int:
-    return w.arch.vocab_size * w.arch.hidden_size if w.has_lm_head else 0
-
-
 def attention_flops(w: Workload) -> float:
-    """FLOPs of scores and weighted sums, forward, of rows that are one segment each, causal."""
+    """FLOPs of the forward attention products, for rows of one causal segment each."""
     per_token = 2.0 * w.arch.num_heads * w.arch.head_dim * w.length
     return per_token * w.tokens * w.arch.num_layers
 
 
 def model_flops(w: Workload) -> float:
-    """FLOPs that the update cannot do without: 6 N per token, and attention.
+    """FLOPs of the whole update without recomputation: 6 per parameter and token, and attention.
 
-    The embedding is looked up and counts for nothing; the head counts where a token is trained.
+    The embedding is a lookup and does not count; the LM head counts for trained tokens only.
     """
-    layers = 6.0 * w.arch.num_layers * sum(product_parameters(w.arch).values()) * w.tokens
-    return layers + 6.0 * _head(w) * w.trained * w.tokens + 3 * attention_flops(w)
+    layers = 6.0 * w.arch.num_layers * w.layer_parameters * w.tokens
+    return layers + 6.0 * w.head_parameters * w.trained * w.tokens + 3 * attention_flops(w)
 
 
 def executed_flops(w: Workload) -> float:
-    """FLOPs of one chip with what remat computes again and the head's second projection.
+    """FLOPs of one chip, including remat and the second projection of the LM head.
 
-    The backward kernels of attention build the scores twice: 7 products, not 4.
+    The backward kernels of attention compute the scores twice: 7 products instead of 4.
     """
-    products = product_parameters(w.arch)
-    again = sum(products[name] for name in _AGAIN[w.remat])
-    layers = w.arch.num_layers * (6.0 * sum(products.values()) + 2.0 * again) * w.tokens
-    head = 8.0 * _head(w) / w.tensor * w.micro_batches * w.chunks * w.chunk
+    again = sum(_matrices(w.arch)[name] for name in _RECOMPUTED[w.remat])
+    layers = w.arch.num_layers * (6.0 * w.layer_parameters + 2.0 * again) * w.tokens
+    head = 8.0 * w.head_parameters / w.tensor * w.micro_batches * w.chunks * w.chunk
     kernels = (2 + 7 + (2 if w.remat == "full" else 0)) / 2
     return (layers + kernels * attention_flops(w)) / w.chips + head
 
 
 def saved_per_token(w: Workload) -> float:
-    """Bytes that a layer keeps of each token for the backward pass, on one chip."""
-    a = w.arch
-    q, kv = a.num_heads * a.head_dim / w.tensor, a.num_kv_heads * a.head_dim / w.tensor
-    mlp, d = a.intermediate_size / w.tensor, a.hidden_size
-    attention = d + 2 * q + 2 * kv
-    numbers = {
-        "full": d,
-        "attention": attention,
-        "minimal": attention + 2 * mlp + 2 * d,
-        # Norms in float32, rotated copies, the gated product: about twice as much again.
-        "none": 2 * (attention + 2 * mlp + 2 * d) + 4 * d,
-    }
+    """Bytes per token that one layer keeps for the backward pass on one chip."""
+    a, d = w.arch, w.arch.hidden_size
+    attention = d + 2 * (a.num_heads + a.num_kv_heads) * a.head_dim / w.tensor
+    minimal = attention + 2 * a.intermediate_size / w.tensor + 2 * d
+    # Without remat: also norms in float32, rotated queries and keys, the gated product.
+    numbers = {"full": d, "attention": attention, "minimal": minimal, "none": 2 * minimal + 4 * d}
     return numbers[w.remat] * w.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one chip besides parameters and optimizer."""
+    """Bytes of one chip besides parameters and optimizer.
+
+    `copies` are the parameters in the compute type and their gradients, `layer` and `head` the
+    arrays in use while one layer or the LM head is computed.
+    """
 
     gradients: float
     copies: float
@@ -140,85 +140,65 @@ class MemoryEstimate:
 
     @property
     def temporaries(self) -> float:
-        """All but the gradients, when they are most: in the layers' backward pass or the head's."""
-        return self.copies + self.activations + max(self.layer, self.head)
+        return self.copies + self.activations + self.layer + self.head
 
 
 def estimate_memory(w: Workload, state: StateBytes) -> MemoryEstimate:
+    """Memory that an update needs at least; compilers took up to 1.7 times these temporaries."""
     a, tokens = w.arch, w.chip_tokens
-    layer = sum(product_parameters(a).values()) / w.tensor
-    stacked = w.arch.num_layers * layer / w.parameter_shards
-    q, kv = a.num_heads * a.head_dim / w.tensor, a.num_kv_heads * a.head_dim / w.tensor
+    layer = w.layer_parameters / w.tensor
+    heads = (a.num_heads + a.num_kv_heads) * a.head_dim / w.tensor
     mlp = a.intermediate_size / w.tensor
-    # One layer forward again and backward: its arrays and their gradients, norms in float32; its
-    # weights gathered, the next one's under way, and their gradients before they are scattered.
-    live = tokens * (2 * (2 * q + 2 * kv + 3 * mlp + 2 * a.hidden_size) * w.itemsize)
-    live += tokens * 3 * a.hidden_size * 4
-    weights = 3 * layer * w.itemsize
+    # The arrays of a layer and their gradients, its norms in float32, its gathered weights, those
+    # of the next layer, and the weight gradients before they are scattered.
+    live = tokens * 2 * (2 * heads + 3 * mlp + 2 * a.hidden_size) * w.itemsize
+    live += tokens * 3 * a.hidden_size * 4 + 3 * layer * w.itemsize
     logits = 3 * w.chunk * a.vocab_size / w.tensor * 4
-    head = _head(w) / w.tensor * (w.itemsize + 4) + logits + 2 * tokens * a.hidden_size * 4
+    head = w.head_parameters / w.tensor * (w.itemsize + 4) + 2 * tokens * a.hidden_size * 4
     return MemoryEstimate(
         gradients=float(state.parameters),
-        copies=2 * stacked * w.itemsize,
+        copies=2 * a.num_layers * layer / w.parameter_shards * w.itemsize,
         activations=a.num_layers * saved_per_token(w) * tokens,
-        layer=live + weights,
-        head=head if w.has_lm_head else 0.0,
+        layer=live,
+        head=head + logits if w.has_lm_head else 0.0,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """A kind of collective: what one chip sends in an update, over which axes of the mesh."""
+    """The collectives of one kind over some axes of the mesh; `sent` is per chip and update."""
 
     kind: str
     axes: tuple[str, ...]
-    times: int
+    count: int
     sent: float
 
 
 def estimate_exchanges(w: Workload) -> list[Exchange]:
-    """What sharded training exchanges at the least: weights in, gradients out, activations.
+    """The communication that the sharding requires.
 
-    Weights are gathered for the forward and again for the backward pass; gradients are scattered
-    in the compute type, the head's in float32, and cross the data axis once a micro-batch.
+    Weights are gathered for the forward and the backward pass. Gradients are reduced in the
+    compute type (those of the LM head in float32) once per micro-batch.
     """
     a, n, layers = w.arch, w.micro_batches, w.arch.num_layers
-    weights = layers * sum(product_parameters(a).values()) / w.tensor
-    head = _head(w) / w.tensor
-    f, d, t = w.parameter_shards, w.shards["data"], w.tensor
+    weights, head = layers * w.layer_parameters / w.tensor, w.head_parameters / w.tensor
+    gradients = weights * w.itemsize + head * 4
+    f, d, t, s = w.parameter_shards, w.shards["data"], w.tensor, w.shards["sequence"]
     ring = lambda size: (size - 1) / size
     out = []
     if f > 1:
-        over = ("fsdp", "sequence") if w.shards["sequence"] > 1 else ("fsdp",)
-        gathered = 2 * (weights + head) * w.itemsize * ring(f)
-        out.append(Exchange("all-gather", over, 2 * n * (layers + 1), n * gathered))
-        scattered = (weights * w.itemsize + head * 4) * ring(f)
-        out.append(Exchange("reduce-scatter", over, n * (layers + 1), n * scattered))
+        axes = ("fsdp", "sequence")
+        gathered = n * 2 * (weights + head) * w.itemsize * ring(f)
+        out.append(Exchange("all-gather", axes, 2 * n * (layers + 1), gathered))
+        out.append(Exchange("reduce-scatter", axes, n * (layers + 1), n * gradients * ring(f)))
     if d > 1:
-        summed = 2 * (weights * w.itemsize + head * 4) / f * ring(d)
-        out.append(Exchange("all-reduce", ("data",), n * (layers + 1), n * summed))
+        summed = n * 2 * gradients / f * ring(d)
+        out.append(Exchange("all-reduce", ("data",), n * (layers + 1), summed))
     if t > 1:
-        times = layers * (4 + (2 if w.remat == "full" else 1))
+        times = n * layers * (4 + (2 if w.remat == "full" else 1))
         each = 2 * w.chip_tokens * a.hidden_size * w.itemsize * ring(t)
-        out.append(Exchange("all-reduce", ("tensor",), n * times, n * times * each))
-    if (s := w.shards["sequence"]) > 1:
-        kv = 2 * a.num_kv_heads * a.head_dim / t * w.itemsize
-        each = w.chip_tokens * (s - 1) * kv
+        out.append(Exchange("all-reduce", ("tensor",), times, times * each))
+    if s > 1:
+        each = w.chip_tokens * (s - 1) * 2 * a.num_kv_heads * a.head_dim / t * w.itemsize
         out.append(Exchange("all-gather", ("sequence",), 3 * n * layers, 3 * n * layers * each))
     return out
-
-
-def estimate_bytes(w: Workload, state: StateBytes) -> float:
-    """Bytes that one chip moves to and from its memory.
-
-    Gathered weights are written once and read by four products; each product reads and writes
-    its activations; the optimizer reads and writes the whole state once.
-    """
-    a = w.arch
-    q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    weights = a.num_layers * sum(product_parameters(a).values()) / w.tensor * w.itemsize
-    numbers = (4 * a.hidden_size * w.tensor + 4 * q + 4 * kv + 6 * a.intermediate_size) / w.tensor
-    activations = 4 * a.num_layers * w.chip_tokens * numbers * w.itemsize
-    head = w.chunks * _head(w) / w.tensor * (3 * w.itemsize + 8)
-    optimizer = 2 * (state.parameters + state.optimizer) + state.parameters
-    return w.micro_batches * (5 * weights + activations + head + 2 * state.parameters) + optimizer

@@ -1,12 +1,13 @@
-"""A configuration on a topology: does each update fit, what does it do, how long does it take.
+"""Plans a configuration for a topology: does each update fit, what does it cost, how long is it.
 
-The updates are designed, sharded and lowered by the very functions that training calls. Where a
-compiler for the chips is at hand, memory, FLOPs and collectives are the compiled program's;
-elsewhere they are estimates, and the plan says so.
+The updates are specified, sharded and lowered by the functions that training calls. Memory and
+collectives come from the compiled program where a compiler for the chips is installed, and from
+`estimates` elsewhere. FLOPs are always counted from the architecture and the batch.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -18,48 +19,40 @@ from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import pick_implementation
 from manus_jax.planning import estimates
 from manus_jax.planning.chips import group_bandwidth
+from manus_jax.planning.collectives import BETWEEN_SLICES, find_collectives
 from manus_jax.planning.compiling import (
-    CRITIC_FIELDS,
     DoesNotFit,
     Memory,
     StateBytes,
     compile_update,
     lower_update,
-    policy_fields,
     state_bytes,
 )
 from manus_jax.planning.estimates import Workload
-from manus_jax.planning.module_costs import Collective, ModuleCosts, module_costs
 from manus_jax.planning.topologies import Topology
 from manus_jax.training.learner_specs import TrainConfig, critic_spec, make_recipe, policy_spec
 
-
-@dataclasses.dataclass(frozen=True)
-class Efficiency:
-    """The shares of their peaks that arithmetic, memory and links are taken to reach."""
-
-    flops: float = 0.7
-    memory: float = 0.8
-    links: float = 0.8
+# Assumed shares of peak FLOP/s and of link bandwidth.
+FLOPS_UTILISATION, LINK_UTILISATION = 0.7, 0.8
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """A kind of collective over groups of so many chips: runs, bytes a chip sends, seconds."""
+    """Collectives of one kind over groups of `chips`; bytes and seconds are per chip and update."""
 
     kind: str
     chips: int
-    times: int
+    count: int
     sent: float
     seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdatePlan:
-    """One model's update. Bytes and FLOPs are one chip's, `model_flops` the whole update's.
+    """The update of one model. Figures are per chip, except `model_flops` (the whole update).
 
-    `resident` is what lies in a chip's memory beside this update, by name. `temporaries` is None
-    when the compiler gave up before it could tell them from the rest.
+    `resident` is other memory in use during the update, by name. `temporaries` is None if the
+    compiler refused the program without a breakdown.
     """
 
     name: str
@@ -72,17 +65,13 @@ class UpdatePlan:
     peak: float
     resident: dict[str, float]
     usable: float
-    model_flops: float
-    flops: float | None
-    bytes: float | None
-    traffic: tuple[Traffic, ...]
-    seconds: dict[str, float]
     peak_flops: float
+    traffic: tuple[Traffic, ...]
     kernels: tuple[str, ...]
 
     @property
     def needed(self) -> float:
-        """Bytes of the fullest chip."""
+        """Bytes on the chip that holds most."""
         return self.peak + sum(self.resident.values())
 
     @property
@@ -90,17 +79,27 @@ class UpdatePlan:
         return self.needed <= self.usable
 
     @property
-    def overlapped(self) -> float:
-        """Seconds if arithmetic, memory and links never wait for each other."""
-        return max(self.seconds.values(), default=0.0)
+    def model_flops(self) -> float:
+        return estimates.model_flops(self.workload)
 
     @property
-    def in_turn(self) -> float:
-        """Seconds if they never work at the same time."""
-        return sum(self.seconds.values())
+    def flops(self) -> float:
+        return estimates.executed_flops(self.workload)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Arithmetic and communication alone; fully overlapped; one after the other."""
+        arithmetic = self.flops / (self.peak_flops * FLOPS_UTILISATION)
+        links = sum(t.seconds for t in self.traffic)
+        return {
+            "arithmetic": arithmetic,
+            "links": links,
+            "overlapped": max(arithmetic, links),
+            "sequential": arithmetic + links,
+        }
 
     def mfu(self, seconds: float) -> float:
-        """The model's FLOPs as a share of what the chips could do in that time."""
+        """Model FLOPs as a share of the chips' peak in that time."""
         return self.model_flops / (self.workload.chips * self.peak_flops * seconds)
 
 
@@ -111,7 +110,6 @@ class Plan:
     mesh: dict[str, int]
     updates: tuple[UpdatePlan, ...]
     updates_per_step: int
-    efficiency: Efficiency
 
     @property
     def fits(self) -> bool:
@@ -119,29 +117,26 @@ class Plan:
 
 
 def plan_mesh(config: TrainConfig, topology: Topology) -> Mesh:
-    """The mesh that training would make of the topology's devices."""
-    sizes = {f.name: getattr(config.mesh, f.name) for f in dataclasses.fields(config.mesh)}
+    """The mesh that training makes of the topology's devices."""
     if not topology.devices:
         raise ConfigError(
             f"{topology.name} has {topology.count} devices, more than JAX was started with; "
-            "plan it with a process of its own"
+            "plan it in a new process"
         )
+    sizes = dataclasses.asdict(config.mesh)
     if not topology.compiles:
-        # Stand-ins lie one machine after the other, as slices along the data axis do.
-        sizes.pop("slices", None)
+        sizes.pop("slices", None)  # CPU devices have no machine; they are in machine order
     return make_mesh(**sizes, devices=topology.devices)
 
 
 def workload_of(
     config: TrainConfig, arch: Architecture, mesh: Mesh, has_lm_head: bool, trained: float
 ) -> Workload:
-    """One update on rows that are all full: as many sequences as a mini-batch has."""
-    train, algorithm = config.train, config.algorithm
-    tasks = min(algorithm.mini_batch_size or train.batch_size, train.batch_size)
+    """One update with a full row for each sequence of a mini-batch."""
     return Workload(
         arch=arch,
         has_lm_head=has_lm_head,
-        micro_batches=-(-tasks * train.group_size // config.data.rows),
+        micro_batches=-(-_mini_batch(config) * config.train.group_size // config.data.rows),
         rows=config.data.rows,
         length=config.data.max_length,
         trained=trained,
@@ -151,52 +146,46 @@ def workload_of(
     )
 
 
+def _mini_batch(config: TrainConfig) -> int:
+    batch = config.train.batch_size
+    return min(config.algorithm.mini_batch_size or batch, batch)
+
+
 def make_plan(
-    config: TrainConfig,
-    arch: Architecture,
-    topology: Topology,
-    trained: float = 0.3,
-    efficiency: Efficiency | None = None,
+    config: TrainConfig, arch: Architecture, topology: Topology, trained: float = 0.3
 ) -> Plan:
-    """Plans the policy's update, and the critic's if the recipe has one."""
-    efficiency = efficiency or Efficiency()
+    """Plans the update of the policy, and of the critic if the recipe has one."""
     config = for_platform(config, topology)
     mesh = plan_mesh(config, topology)
     recipe = make_recipe(config.algorithm)
-    parts: list[tuple[str, LearnerSpec, Sequence[str]]] = [
-        ("policy", policy_spec(config, recipe, arch, mesh), policy_fields(recipe))
-    ]
+    models: dict[str, LearnerSpec] = {"policy": policy_spec(config, recipe, arch, mesh)}
     if recipe.needs_critic:
-        parts.append(("critic", critic_spec(config, arch, mesh), CRITIC_FIELDS))
-    states = {name: state_bytes(design, mesh, fields) for name, design, fields in parts}
+        models["critic"] = critic_spec(config, arch, mesh)
+    states = {name: state_bytes(spec, mesh) for name, spec in models.items()}
     shared: dict[str, float] = {}
     if recipe.needs_reference and config.algorithm.reference != "host":
         shared["reference policy"] = states["policy"].parameters
     if config.engine.name == "jax":
         shared["embedded engine (first chip)"] = engine_bytes(config, arch)
     updates = []
-    for name, design, fields in parts:
+    for name, spec in models.items():
         others = {
             f"{other} and its optimizer": float(s.parameters + s.optimizer)
             for other, s in states.items()
             if other != name
         }
-        workload = workload_of(config, arch, mesh, name == "policy", trained)
-        part = _Part(name, design, fields, workload, states[name], {**others, **shared})
-        updates.append(_plan_update(part, mesh, topology, efficiency))
-    tasks = config.algorithm.mini_batch_size or config.train.batch_size
-    return Plan(
-        topology,
-        arch,
-        {axis: size for axis, size in mesh.shape.items()},
-        tuple(updates),
-        config.algorithm.ppo_epochs * -(-config.train.batch_size // tasks),
-        efficiency,
-    )
+        w = workload_of(config, arch, mesh, name == "policy", trained)
+        platform = None if topology.compiles else topology.platform
+        lowered = lower_update(spec, mesh, platform)
+        updates.append(
+            _plan_update(name, w, states[name], {**others, **shared}, lowered, mesh, topology)
+        )
+    steps = config.algorithm.ppo_epochs * -(-config.train.batch_size // _mini_batch(config))
+    return Plan(topology, arch, dict(mesh.shape), tuple(updates), steps)
 
 
 def for_platform(config: TrainConfig, topology: Topology) -> TrainConfig:
-    """The settings with attention "auto" resolved for chips that stand-ins are lowered for."""
+    """The settings with attention "auto" resolved for the chips instead of the stand-ins."""
     if topology.compiles or config.compute.attention != "auto":
         return config
     name = pick_implementation(topology.platform)
@@ -204,131 +193,102 @@ def for_platform(config: TrainConfig, topology: Topology) -> TrainConfig:
 
 
 def engine_bytes(config: TrainConfig, arch: Architecture) -> float:
-    """What the embedded engine keeps on one chip: its own weights, keys and values."""
+    """Weights and key-value cache of the embedded engine, all on one chip."""
     itemsize = 2 if config.engine.dtype == "bfloat16" else 4
     per_token = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim
     cached = config.engine.slots * config.rollout.max_total_tokens * per_token
     return float(itemsize * (arch.num_params + cached))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    name: str
-    design: LearnerSpec
-    fields: Sequence[str]
-    workload: Workload
-    state: StateBytes
-    resident: dict[str, float]
-
-
-def _plan_update(part: _Part, mesh: Mesh, topology: Topology, efficiency: Efficiency) -> UpdatePlan:
-    w, state, chip = part.workload, part.state, topology.chip
-    platform = None if topology.compiles else topology.platform
-    lowered = lower_update(part.design, mesh, part.fields, platform)
+def _plan_update(
+    name: str,
+    w: Workload,
+    state: StateBytes,
+    resident: dict[str, float],
+    lowered: Any,
+    mesh: Mesh,
+    topology: Topology,
+) -> UpdatePlan:
     guess = estimates.estimate_memory(w, state)
+    temporaries: float | None = guess.temporaries
+    peak = state.parameters + state.optimizer + state.batch + guess.gradients + guess.temporaries
     memory: Memory | None = None
-    costs: ModuleCosts | None = None
-    peak = float(state.parameters + state.optimizer + state.batch + guess.gradients)
-    peak += guess.temporaries
+    traffic = _estimated_traffic(w, mesh, topology)
     if topology.compiles:
         try:
             memory, text = compile_update(lowered)
-            costs = module_costs(text, (w.micro_batches, w.chunks), w.chips)
             peak = float(memory.peak)
-        except DoesNotFit as verdict:
-            peak = verdict.peak
-    measured = memory is not None and costs is not None
-    flops: float | None = None
-    moved: float | None = None
-    traffic: tuple[Traffic, ...] = ()
-    if measured:
-        assert costs is not None
-        flops, moved = costs.flops, costs.bytes
-        traffic = _measured_traffic(costs.collectives, mesh, topology, efficiency)
-    elif not topology.compiles:
-        flops, moved = estimates.executed_flops(w), estimates.estimate_bytes(w, state)
-        traffic = _estimated_traffic(w, mesh, topology, efficiency)
-    seconds = {}
-    if flops is not None and moved is not None:
-        seconds = {
-            "arithmetic": flops / (chip.flops * efficiency.flops),
-            "memory": moved / (chip.bandwidth * efficiency.memory),
-            "links": sum(t.seconds for t in traffic),
-        }
+            kept = memory.outputs - memory.reused
+            temporaries = max(0.0, memory.temporaries + kept - guess.gradients)
+            traffic = _compiled_traffic(text, w, mesh, topology)
+        except DoesNotFit as refused:
+            peak, temporaries = refused.peak, None
     return UpdatePlan(
-        name=part.name,
+        name=name,
         compiled=topology.compiles,
         workload=w,
         state=state,
         gradients=guess.gradients,
-        temporaries=_temporaries(memory, guess, topology),
+        temporaries=temporaries,
         code=float(memory.code) if memory else 0.0,
         peak=peak,
-        resident=part.resident,
-        usable=chip.usable,
-        model_flops=estimates.model_flops(w),
-        flops=flops,
-        bytes=moved,
+        resident=resident,
+        usable=topology.chip.usable,
+        peak_flops=topology.chip.flops,
         traffic=traffic,
-        seconds=seconds,
-        peak_flops=chip.flops,
-        kernels=costs.kernels if costs else _kernels(lowered.as_text()),
+        kernels=_kernels(lowered.as_text()),
     )
 
 
-def _temporaries(
-    memory: Memory | None, guess: estimates.MemoryEstimate, topology: Topology
-) -> float | None:
-    if memory is not None:
-        kept = memory.outputs - memory.reused
-        return max(0.0, memory.temporaries + kept - guess.gradients)
-    return None if topology.compiles else guess.temporaries
-
-
 def _kernels(lowered: str) -> tuple[str, ...]:
-    """Which attention kernels a lowered program calls."""
-    marks = {"tpu_custom_call": "splash", "__gpu$xla.gpu.triton": "triton"}
-    return tuple(name for mark, name in marks.items() if mark in lowered)
+    """The attention kernels that a lowered program calls; those of CUDA have no names."""
+    if "__gpu$xla.gpu.triton" in lowered:
+        return ("triton",)
+    return tuple(sorted(set(re.findall(r'kernel_name = "(\w+)"', lowered))))
 
 
-def _measured_traffic(
-    collectives: Sequence[Collective], mesh: Mesh, topology: Topology, efficiency: Efficiency
+def _compiled_traffic(
+    text: str, w: Workload, mesh: Mesh, topology: Topology
 ) -> tuple[Traffic, ...]:
     devices = mesh.devices.flatten()
-    node = topology.shape[-1]
-    rows: dict[tuple[str, int], list[float]] = {}
-    for c in collectives:
-        members: list[Any] = [devices[position] for position in c.group]
-        speed = group_bandwidth(topology.chip, members, topology.shape, node) * efficiency.links
-        if c.kind == "collective-permute":
-            # XLA passes parts round a ring both ways at once: half of these go each way.
-            speed *= 2
-        row = rows.setdefault((c.kind, len(c.group)), [0, 0.0, 0.0])
-        for place, value in enumerate((c.times, c.wire_bytes, c.wire_bytes / speed)):
-            row[place] += value
-    return _sorted(rows)
-
-
-def _estimated_traffic(
-    w: Workload, mesh: Mesh, topology: Topology, efficiency: Efficiency
-) -> tuple[Traffic, ...]:
-    """Groups of stand-ins are told by their places alone: machine after machine."""
-    positions = {device.id: place for place, device in enumerate(topology.devices)}
-    rows: dict[tuple[str, int], list[float]] = {}
-    for exchange in estimates.estimate_exchanges(w):
-        index = tuple(slice(None) if a in exchange.axes else 0 for a in mesh.axis_names)
-        group = [positions[d.id] for d in mesh.devices[index].flatten()]
-        if topology.chip.kind == "gpu":
-            speed = group_bandwidth(topology.chip, group, topology.shape, topology.shape[-1])
+    rows = []
+    for c in find_collectives(text, (w.micro_batches, w.chunks), w.chips):
+        if c.kind == BETWEEN_SLICES:
+            chips, speed = topology.slices, topology.chip.network
         else:
-            speed = topology.chip.link * min(len(topology.shape), max(1, len(group) // 4))
-        row = rows.setdefault((exchange.kind, len(group)), [0, 0.0, 0.0])
-        seconds = exchange.sent / (speed * efficiency.links)
-        for place, value in enumerate((exchange.times, exchange.sent, seconds)):
-            row[place] += value
-    return _sorted(rows)
+            chips, speed = len(c.group), _bandwidth([devices[i] for i in c.group], topology)
+        if c.kind == "collective-permute":
+            speed *= 2  # XLA passes half of the parts around a ring in each direction
+        sent = c.sent * c.count
+        rows.append(Traffic(c.kind, chips, c.count, sent, sent / (speed * LINK_UTILISATION)))
+    return _totals(rows)
 
 
-def _sorted(rows: dict[tuple[str, int], list[float]]) -> tuple[Traffic, ...]:
-    made = [Traffic(*key, int(row[0]), row[1], row[2]) for key, row in rows.items()]
-    return tuple(sorted(made, key=lambda t: -t.sent))
+def _estimated_traffic(w: Workload, mesh: Mesh, topology: Topology) -> tuple[Traffic, ...]:
+    rows = []
+    for e in estimates.estimate_exchanges(w):
+        index = tuple(slice(None) if axis in e.axes else 0 for axis in mesh.axis_names)
+        group = list(mesh.devices[index].flatten())
+        seconds = e.sent / (_bandwidth(group, topology) * LINK_UTILISATION)
+        rows.append(Traffic(e.kind, len(group), e.count, e.sent, seconds))
+    return _totals(rows)
+
+
+def _bandwidth(group: Sequence[Any], topology: Topology) -> float:
+    chip, shape = topology.chip, topology.shape
+    if chip.kind == "gpu":
+        return group_bandwidth(chip, [d.id for d in group], shape, shape[-1])
+    if not topology.compiles:  # CPU devices have no torus coordinates
+        return chip.link * min(len(shape), max(1, len(group) // 4))
+    return group_bandwidth(chip, group, shape, shape[-1])
+
+
+def _totals(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:
+    """Sums by kind and size of the group, the largest first."""
+    totals: dict[tuple[str, int], Traffic] = {}
+    for t in rows:
+        old = totals.get((t.kind, t.chips), Traffic(t.kind, t.chips, 0, 0.0, 0.0))
+        totals[t.kind, t.chips] = Traffic(
+            t.kind, t.chips, old.count + t.count, old.sent + t.sent, old.seconds + t.seconds
+        )
+    return tuple(sorted(totals.values(), key=lambda t: -t.sent))

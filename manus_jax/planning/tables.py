@@ -1,5 +1,6 @@
-"""A plan as a page of text, and as JSON."""
+"""A plan as text and as JSON."""
 
+import dataclasses
 import io
 from typing import Any
 
@@ -8,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from manus_jax.planning.chips import GIB
-from manus_jax.planning.plans import Plan, UpdatePlan
+from manus_jax.planning.plans import FLOPS_UTILISATION, LINK_UTILISATION, Plan, UpdatePlan
 
 
 def render(plan: Plan, width: int = 100) -> str:
-    """The plan as it is printed: a heading, and a table for each update."""
+    """The printed plan: a heading, and a table for each update."""
     out = io.StringIO()
     console = Console(file=out, width=width, highlight=False)
     console.print(_heading(plan))
@@ -21,52 +22,49 @@ def render(plan: Plan, width: int = 100) -> str:
         console.print(_table(update))
         console.print()
         console.print(_verdict(update))
-        if note := whole_sums(update, plan.mesh["fsdp"] * plan.mesh["sequence"]):
+        if note := all_reduce_note(update):
             console.print(note)
     console.print(_assumptions(plan))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
 def _heading(plan: Plan) -> str:
-    chip, a = plan.topology.chip, plan.arch
+    chip, a, w = plan.topology.chip, plan.arch, plan.updates[0].workload
     sizes = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
-    count = f"{plan.topology.count} x {chip.name}"
     slices = f", {plan.topology.slices} slices" if plan.topology.slices > 1 else ""
-    w = plan.updates[0].workload
     return (
-        f"{plan.topology.name}{slices}: {count} ({chip.usable / GIB:.2f} GiB, "
-        f"{chip.flops / 1e12:.0f} TFLOP/s, {chip.bandwidth / 1e9:.0f} GB/s each), mesh {sizes}\n"
-        f"{a.family}, {a.num_params:,} parameters; an update: {w.micro_batches} "
+        f"{plan.topology.name}{slices}: {plan.topology.count} x {chip.name} "
+        f"({chip.usable / GIB:.2f} GiB, {chip.flops / 1e12:.0f} TFLOP/s each), mesh {sizes}\n"
+        f"{a.family}, {a.num_params:,} parameters; one update: {w.micro_batches} "
         f"micro-batches of {w.rows} rows x {w.length} tokens = {w.tokens:,} tokens, "
-        f"{w.trained:.0%} of them trained; remat {w.remat}; {plan.updates_per_step} updates a step"
+        f"{w.trained:.0%} trained; remat {w.remat}; {plan.updates_per_step} updates per step"
     )
 
 
 def _table(update: UpdatePlan) -> Table:
     source = "compiled" if update.compiled else "estimated, not compiled"
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column(f"{update.name}'s update, per chip ({source})")
+    table.add_column(f"{update.name} update, per chip ({source})")
     table.add_column("", justify="right")
     table.add_column("")
     for name, value in _memory_rows(update):
         table.add_row(name, gib(value))
     table.add_row("peak", gib(update.needed), f"of {gib(update.usable)}")
     table.add_section()
-    table.add_row("FLOPs, the model's own", flops(update.model_flops / update.workload.chips))
-    if update.flops is not None and update.bytes is not None:
-        ratio = update.flops * update.workload.chips / update.model_flops
-        table.add_row("FLOPs, done", flops(update.flops), f"{ratio:.2f} x the model's")
-        table.add_row("memory traffic", gigabytes(update.bytes))
+    own = update.model_flops / update.workload.chips
+    table.add_row("model FLOPs", flops(own))
+    table.add_row("executed FLOPs", flops(update.flops), f"{update.flops / own:.2f} x model FLOPs")
     for t in update.traffic:
         if t.sent >= 1e6 or t is update.traffic[0]:
-            note = f"{t.times:,} over {t.chips} chips, {duration(t.seconds)}"
+            note = f"sent in {t.count:,} over {t.chips} chips, {duration(t.seconds)}"
             table.add_row(t.kind, gigabytes(t.sent), note)
-    if update.seconds:
-        table.add_section()
-        for name, seconds in update.seconds.items():
-            table.add_row(f"{name} alone", duration(seconds))
-        for name, total in (("all at once", update.overlapped), ("in turn", update.in_turn)):
-            table.add_row(f"update, {name}", duration(total), f"MFU {update.mfu(total):.1%}")
+    table.add_section()
+    seconds = update.seconds
+    table.add_row("arithmetic", duration(seconds["arithmetic"]))
+    table.add_row("communication", duration(seconds["links"]))
+    for name in ("overlapped", "sequential"):
+        mfu = f"MFU {update.mfu(seconds[name]):.1%}"
+        table.add_row(f"update, {name}", duration(seconds[name]), mfu)
     return table
 
 
@@ -79,54 +77,52 @@ def _memory_rows(update: UpdatePlan) -> list[tuple[str, float]]:
         known = update.state.parameters + update.state.optimizer
         rows.append(("gradients, activations, temporaries", update.peak - known))
     else:
+        rough = "" if update.compiled else ", at least"
         rows += [
             ("gradients (float32)", update.gradients),
-            ("activations and temporaries", update.temporaries),
+            (f"activations and temporaries{rough}", update.temporaries),
             ("batch", float(update.state.batch)),
         ]
-        if update.code:
-            rows.append(("program", update.code))
+        rows += [("program", update.code)] if update.code else []
     return [*rows, *update.resident.items()]
 
 
 def _verdict(update: UpdatePlan) -> str:
     free = update.usable - update.needed
-    if update.fits:
-        return f"fits, with {gib(free)} to spare; attention: {_attention(update)}"
-    return f"does not fit: {gib(-free)} too much; attention: {_attention(update)}"
+    attention = ", ".join(sorted({k.split("_")[0] for k in update.kernels})) or "plain"
+    if not update.fits:
+        refused = "; collectives are estimated" if update.temporaries is None else ""
+        return f"does not fit: {gib(-free)} too much; attention: {attention}{refused}"
+    may = "fits" if update.compiled else "may fit"
+    return f"{may}, with {gib(free)} to spare; attention: {attention}"
 
 
-def _attention(update: UpdatePlan) -> str:
-    if not update.kernels:
-        return "plain" if update.flops is not None else "not told by the compiler"
-    kinds = sorted({name.split("_mha")[0].split("_mqa")[0] for name in update.kernels})
-    return ", ".join(kinds)
-
-
-def whole_sums(update: UpdatePlan, shards: int) -> str | None:
-    """What to say where the compiler sums matrices whole that are split over `shards` chips."""
-    everything = sum(t.sent for t in update.traffic)
+def all_reduce_note(update: UpdatePlan) -> str | None:
+    """A hint if the compiler all-reduces sharded gradients, which sends twice as much."""
+    shards = update.workload.parameter_shards
+    total = sum(t.sent for t in update.traffic)
     sent = sum(t.sent for t in update.traffic if t.kind == "all-reduce" and t.chips == shards)
-    if not update.compiled or sent < 0.25 * everything:
+    if not update.compiled or sent < 0.25 * total:
         return None
     return (
-        f"All-reduces over {shards} chips send {gigabytes(sent)}: the compiler sums matrices whole "
-        "there and keeps a part, where a reduce-scatter would send half. The same chips split "
-        "otherwise (mesh.data, mesh.tensor) may do better: plan it too."
+        f"All-reduces over {shards} chips send {gigabytes(sent)}: the compiler uses them for "
+        "gradients of sharded matrices, where a reduce-scatter would send half as much. Another "
+        "mesh of the same chips (mesh.data, mesh.tensor) may be faster; plan it too."
     )
 
 
 def _assumptions(plan: Plan) -> str:
-    e = plan.efficiency
     source = (
-        "Memory, FLOPs and collectives are the compiled program's, each loop's body times its "
-        "length."
+        "Memory and collectives are those of the compiled program; loop bodies are multiplied by "
+        "the length of the loop."
         if plan.topology.compiles
-        else "No compiler: the step was lowered for these chips, the figures are estimates."
+        else "No compiler is installed for these chips: the update was lowered for them, memory "
+        "is a rough lower bound, and collectives are estimates."
     )
     return (
-        f"{source} Seconds at {e.flops:.0%} of peak FLOP/s, {e.memory:.0%} of memory bandwidth, "
-        f"{e.links:.0%} of link bandwidth. All rows full."
+        f"{source} FLOPs are counted from the architecture and the rows. Times assume "
+        f"{FLOPS_UTILISATION:.0%} of peak FLOP/s, {LINK_UTILISATION:.0%} of link bandwidth, and "
+        "full rows."
     )
 
 
@@ -147,7 +143,7 @@ def duration(seconds: float) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The same numbers, in bytes, FLOPs and seconds."""
+    """The same figures in bytes, FLOPs and seconds."""
     return {
         "topology": plan.topology.name,
         "chips": plan.topology.count,
@@ -155,27 +151,21 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "parameters": plan.arch.num_params,
         "fits": plan.fits,
         "updates_per_step": plan.updates_per_step,
-        "efficiency": vars(plan.efficiency),
+        "utilisation": {"flops": FLOPS_UTILISATION, "links": LINK_UTILISATION},
         "updates": [_update_json(u) for u in plan.updates],
     }
 
 
 def _update_json(u: UpdatePlan) -> dict[str, Any]:
-    w = u.workload
+    w, seconds = u.workload, u.seconds
     return {
         "name": u.name,
         "source": "compiled" if u.compiled else "estimated",
-        "micro_batches": w.micro_batches,
-        "rows": w.rows,
-        "length": w.length,
-        "remat": w.remat,
-        "tokens": w.tokens,
+        **{k: getattr(w, k) for k in ("micro_batches", "rows", "length", "remat", "tokens")},
         "memory": {
-            "parameters": u.state.parameters,
-            "optimizer": u.state.optimizer,
+            **dataclasses.asdict(u.state),
             "gradients": u.gradients,
             "temporaries": u.temporaries,
-            "batch": u.state.batch,
             "resident": u.resident,
             "peak": u.needed,
             "usable": u.usable,
@@ -183,11 +173,8 @@ def _update_json(u: UpdatePlan) -> dict[str, Any]:
         "fits": u.fits,
         "model_flops": u.model_flops,
         "flops_per_chip": u.flops,
-        "bytes_per_chip": u.bytes,
-        "collectives": [vars(t) for t in u.traffic],
-        "seconds": {**u.seconds, "overlapped": u.overlapped, "in_turn": u.in_turn}
-        if u.seconds
-        else {},
-        "mfu": [u.mfu(u.in_turn), u.mfu(u.overlapped)] if u.seconds else [],
+        "collectives": [dataclasses.asdict(t) for t in u.traffic],
+        "seconds": seconds,
+        "mfu": [u.mfu(seconds["sequential"]), u.mfu(seconds["overlapped"])],
         "kernels": list(u.kernels),
     }

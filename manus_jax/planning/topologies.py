@@ -1,7 +1,7 @@
-"""Names of machines that are not there (`v5e:8x8`, `cuda:8x80GB`) into devices to plan for.
+"""Topology names (`v5e:8x8`, `cuda:8x80GB`) and the devices to compile for; no accelerator needed.
 
-TPU devices are described by libtpu, which also compiles for them. There is no such thing for
-GPUs: CPU devices stand in while the program is lowered, and nothing is compiled.
+libtpu describes TPU devices and JAX's CUDA plug-in GPU devices, and both compile for them. Without
+the package, CPU devices stand in: the program is lowered for the platform but not compiled.
 """
 
 import contextlib
@@ -19,17 +19,26 @@ from manus_jax.config.binding import ConfigError
 from manus_jax.planning.chips import GPU_MEMORIES, GPUS, TPUS, Chip
 
 _EXAMPLES = "v5e:8x8, v5p:2x2x4, v6e:4x4, cuda:8x80GB, cuda:4x8xA100"
+# libtpu looks for the metadata of a TPU host and locks the chips; neither exists here.
+_TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
 
 
 class TopologyError(ConfigError):
-    """A topology that there is not, with those that there are."""
+    """An unknown or impossible topology."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """`shape` is the torus of one slice, or (machines, GPUs of each).
+    """`shape` is the torus of one TPU slice, or (machines, GPUs per machine).
 
-    `devices` is empty where nothing can describe them; then there is only an estimate.
+    `devices` is empty if JAX was started with fewer CPU devices than the topology needs.
     """
 
     name: str
@@ -45,53 +54,50 @@ class Topology:
 
     @property
     def platform(self) -> str:
-        """As JAX names it when it lowers."""
+        """The platform's name in JAX's lowering."""
         return "tpu" if self.chip.kind == "tpu" else "cuda"
 
 
 def find_topology(name: str, slices: int = 1) -> Topology:
-    """The machine that `name` stands for, `slices` times, joined by a data-centre network."""
+    """The topology with this name; `slices` TPU slices are joined by a data-centre network."""
     kind, _, rest = name.partition(":")
     if kind == "cuda":
-        return _cuda(name, rest)
-    if kind not in TPUS:
+        chip, shape, compiles = *_parse_cuda(name, rest), has_cuda_compiler()
+    elif kind not in TPUS:
         raise TopologyError(
             f"unknown topology {name!r}: there are {', '.join(TPUS)} and cuda, as in {_EXAMPLES}"
         )
-    if not re.fullmatch(r"\d+(x\d+){1,2}", rest):
-        raise TopologyError(f"topology {name!r} gives no chips per axis, as in {_EXAMPLES}")
-    shape = tuple(int(n) for n in rest.split("x"))
-    if not has_tpu_compiler():
-        return Topology(name, TPUS[kind], shape, slices, _stand_ins(math.prod(shape)), False)
-    return Topology(name, TPUS[kind], shape, slices, _tpu_devices(name, slices), True)
+    elif not re.fullmatch(r"\d+(x\d+){1,2}", rest):
+        raise TopologyError(f"topology {name!r} needs the chips per axis, as in {_EXAMPLES}")
+    else:
+        chip, shape = TPUS[kind], tuple(int(n) for n in rest.split("x"))
+        compiles = has_tpu_compiler()
+    slices = 1 if kind == "cuda" else slices
+    devices = _described(name, chip, shape, slices) if compiles else _stand_ins(math.prod(shape))
+    return Topology(name, chip, shape, slices, devices, compiles)
 
 
 def has_tpu_compiler() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def _tpu_devices(name: str, slices: int) -> tuple[Any, ...]:
-    # libtpu looks for a TPU host's metadata and complains at length where there is none; and it
-    # keeps other processes from a chip that nobody touches here.
-    for key, value in {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "TPU_MIN_LOG_LEVEL": "3",
-        "TPU_STDERR_LOG_LEVEL": "3",
-    }.items():
-        os.environ.setdefault(key, value)
-    options = {"num_slices": slices} if slices > 1 else {}
-    try:
-        described = topologies.get_topology_desc(name, platform="tpu", **options)
-    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-        reason = " ".join(str(error).split()).split("=== ")[0]
-        raise TopologyError(f"topology {name!r}: {reason}") from None
-    return tuple(described.devices)
+def has_cuda_compiler() -> bool:
+    return any(
+        importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None for version in (12, 13)
+    )
 
 
-def _cuda(name: str, rest: str) -> Topology:
+def missing_compiler(topology: Topology) -> str:
+    """What to install so that a topology is compiled instead of estimated."""
+    if topology.platform == "tpu":
+        return "libtpu is not installed, so this is an estimate: pip install 'manus-jax[plan]'"
+    return (
+        "JAX's CUDA plug-in is not installed, so this is an estimate: pip install "
+        "jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc, in the version of jax"
+    )
+
+
+def _parse_cuda(name: str, rest: str) -> tuple[Chip, tuple[int, ...]]:
     found = re.fullmatch(r"(?:(\d+)x)?(\d+)x(\w+)", rest)
     known = {**{m: GPUS[g] for m, g in GPU_MEMORIES.items()}, **GPUS}
     if not found or found[3] not in known:
@@ -99,15 +105,37 @@ def _cuda(name: str, rest: str) -> Topology:
             f"topology {name!r}: cuda takes [machines x] GPUs x one of {', '.join(known)}, "
             "as in cuda:8x80GB or cuda:4x8xA100"
         )
-    shape = (int(found[1] or 1), int(found[2]))
-    return Topology(name, known[found[3]], shape, 1, _stand_ins(math.prod(shape)), False)
+    return known[found[3]], (int(found[1] or 1), int(found[2]))
+
+
+def _described(name: str, chip: Chip, shape: tuple[int, ...], slices: int) -> tuple[Any, ...]:
+    """The devices of a topology as its compiler describes them."""
+    options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+    platform = "tpu"
+    if chip.kind == "gpu":
+        platform = "cuda"
+        memory = f"memory_bandwidth: {chip.bandwidth:.0f} device_memory_size: {chip.usable:.0f}"
+        options["topology"] = "x".join(str(n) for n in (1, *shape))
+        options["target_config"] = (
+            f'gpu_device_info {{ {chip.target} {memory} }} platform_name: "CUDA" '
+            "dnn_version_info { major: 9 minor: 10 } runtime_version { major: 13 } "
+            f'device_description_str: "{chip.name}"'
+        )
+    else:
+        for key, value in _TPU_ENVIRONMENT.items():
+            os.environ.setdefault(key, value)
+    try:
+        return tuple(topologies.get_topology_desc(name, platform=platform, **options).devices)
+    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        reason = " ".join(str(error).split()).split("=== ")[0]
+        raise TopologyError(f"topology {name!r}: {reason}") from None
 
 
 def _stand_ins(count: int) -> tuple[Any, ...]:
-    """CPU devices to lower for: as many as are asked for, if JAX has not started with fewer."""
+    """As many CPU devices, or none if JAX is already running with fewer."""
     forced = re.search(r"host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if count > int(forced[1] if forced else 1):
-        with contextlib.suppress(RuntimeError):  # JAX runs already
+        with contextlib.suppress(RuntimeError):  # JAX is already running
             jax.config.update("jax_num_cpu_devices", count)
     devices = jax.devices("cpu")
     return tuple(devices[:count]) if len(devices) >= count else ()

@@ -1,4 +1,4 @@
-"""`python -m manus_jax.plan`: GPU lowering, mistakes, and what would fit instead."""
+"""`python -m manus_jax.plan` without a compiler for GPUs: estimates, user errors, alternatives."""
 
 import dataclasses
 import subprocess
@@ -14,11 +14,16 @@ from manus_jax.models.architecture import ModelError
 from manus_jax.planning import topologies
 from manus_jax.planning.architectures import find_architecture
 from manus_jax.planning.plans import Traffic, make_plan
-from manus_jax.planning.tables import whole_sums
+from manus_jax.planning.tables import all_reduce_note
 from manus_jax.planning.topologies import TopologyError
 from manus_jax.training.learner_specs import read_config
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def no_cuda_compiler(monkeypatch):
+    monkeypatch.setattr(topologies, "has_cuda_compiler", lambda: False)
 
 
 @pytest.fixture
@@ -38,6 +43,7 @@ def test_a_plan_for_gpus_is_lowered_with_its_kernel_and_estimated(tmp_path, tiny
     beside = policy["memory"]["resident"]["critic and its optimizer"]
     assert beside == critic["memory"]["parameters"] + critic["memory"]["optimizer"]
     assert "estimated, not compiled" in text and "No compiler" in text
+    assert "rough lower bound" in " ".join(text.split()) and "may fit" in text
 
 
 def test_without_libtpu_a_tpu_plan_is_an_estimate_and_says_what_to_install(
@@ -48,7 +54,8 @@ def test_without_libtpu_a_tpu_plan_is_an_estimate_and_says_what_to_install(
     captured = capsys.readouterr()
     assert "pip install 'manus-jax[plan]'" in captured.err
     (update,) = made["updates"]
-    assert (update["source"], update["kernels"]) == ("estimated", ["splash"])
+    assert update["source"] == "estimated"
+    assert update["kernels"] and all("splash" in kernel for kernel in update["kernels"])
 
 
 def test_sums_of_whole_matrices_are_told_where_they_are_much_of_the_traffic(tiny):
@@ -57,8 +64,8 @@ def test_sums_of_whole_matrices_are_told_where_they_are_much_of_the_traffic(tiny
     (update,) = make_plan(config, find_architecture(tiny), topology).updates
     gather, scatter = Traffic("all-gather", 4, 1, 2e9, 0.1), Traffic("reduce-scatter", 4, 1, 1e9, 0)
     summed = Traffic("all-reduce", 4, 1, 2e9, 0.1)
-    said = lambda *traffic: whole_sums(
-        dataclasses.replace(update, compiled=True, traffic=traffic), shards=4
+    said = lambda *traffic: all_reduce_note(
+        dataclasses.replace(update, compiled=True, traffic=traffic)
     )
     assert said(gather, scatter) is None
     assert said(gather, dataclasses.replace(summed, chips=2)) is None

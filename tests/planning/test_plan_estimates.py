@@ -103,11 +103,12 @@ def test_memory_of_activations_is_split_over_chips_and_grows_with_rows():
 
 def test_fsdp_gathers_twice_and_scatters_once_a_micro_batch():
     gather, scatter = estimates.estimate_exchanges(workload())
-    assert (gather.kind, gather.axes, scatter.kind) == ("all-gather", ("fsdp",), "reduce-scatter")
+    assert (gather.kind, scatter.kind) == ("all-gather", "reduce-scatter")
+    assert gather.axes == scatter.axes == ("fsdp", "sequence")
     assert gather.sent == 2 * 2 * (3 * LAYER + HEAD) * 2 * 3 / 4
     # Gradients in the compute type, the head's in float32.
     assert scatter.sent == 2 * (3 * LAYER * 2 + HEAD * 4) * 3 / 4
-    assert gather.times == 2 * 2 * (3 + 1)
+    assert gather.count == 2 * 2 * (3 + 1)
 
 
 def test_tensor_parallelism_sums_activations_and_gathers_less():
@@ -115,8 +116,8 @@ def test_tensor_parallelism_sums_activations_and_gathers_less():
     gather, _, tensor = estimates.estimate_exchanges(workload(shards=shards))
     assert gather.sent == 2 * 2 * (3 * LAYER + HEAD) / 2 * 2 * 1 / 2
     # A pair shares 4 of 8 rows; two sums forward, two backward, two again, per layer.
-    assert tensor.times == 2 * 3 * 6
-    assert tensor.sent == tensor.times * 2 * (4 * 128 * 16 * 2) / 2
+    assert tensor.count == 2 * 3 * 6
+    assert tensor.sent == tensor.count * 2 * (4 * 128 * 16 * 2) / 2
 
 
 class Place:
