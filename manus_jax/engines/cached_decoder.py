@@ -25,7 +25,7 @@ from manus_jax.engines.sampling import Controls, no_controls, sample
 from manus_jax.learner.mesh import batch_shards, param_shardings, replicated
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import BATCH_AXES
-from manus_jax.models.plain_attention import NEGATIVE
+from manus_jax.models.plain_attention import MASK_VALUE
 from manus_jax.models.transformer import (
     Compute,
     Params,
@@ -45,7 +45,7 @@ Blocks = tuple[jax.Array, ...]
 """Consecutive parts [slots, kv_heads, length, head_dim] of all slots' keys, or values."""
 Cache = tuple[tuple[Blocks, Blocks], ...]
 """Per layer, keys and values."""
-Running = tuple[jax.Array, jax.Array, jax.Array]
+SoftmaxState = tuple[jax.Array, jax.Array, jax.Array]
 """Of a softmax so far: the highest score, the mass relative to it, and the weighted sum."""
 
 
@@ -255,7 +255,7 @@ def _transposed(x: jax.Array) -> jax.Array:
 
 
 def _weights_first(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
-    """`one_by_one` with the weights as the left operands.
+    """`separate` with the weights as the left operands.
 
     CPU kernels repack their right operand on every call. With few rows to share the cost that
     would be most of the work if it were the weights.
@@ -303,10 +303,10 @@ def attend_cache(
         scores = jnp.einsum("rhtd,rhdm->rhtm", part, right, preferred_element_type=jnp.float32)
         return jax.lax.optimization_barrier(scores).swapaxes(2, 3)
 
-    def add(carry: Running, start: int, key: jax.Array, value: jax.Array) -> Running:
+    def add(carry: SoftmaxState, start: int, key: jax.Array, value: jax.Array) -> SoftmaxState:
         top, mass, out = carry
         visible = start + jnp.arange(key.shape[2]) <= last
-        scores = jnp.where(visible, scores_of(of_rows(key)), NEGATIVE)
+        scores = jnp.where(visible, scores_of(of_rows(key)), MASK_VALUE)
         higher = jnp.maximum(top, scores.max(axis=-1))
         weights = jnp.exp(scores - higher[..., None])
         shrink = jnp.exp(top - higher)
@@ -319,8 +319,8 @@ def attend_cache(
         return higher, mass * shrink + weights.sum(axis=-1), out * shrink[..., None] + added
 
     shape = queries.shape[:-1]
-    carry: Running = (
-        jnp.full(shape, NEGATIVE, jnp.float32),
+    carry: SoftmaxState = (
+        jnp.full(shape, MASK_VALUE, jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(queries.shape, jnp.float32),
     )

@@ -24,14 +24,15 @@ from manus_jax.config.settings import (
     SftSettings,
     TrainSettings,
 )
-from manus_jax.data.tasks import Mixture, Task, read_tasks, without
+from manus_jax.data.mixture import Mixture
+from manus_jax.data.tasks import Task, read_tasks, without
 from manus_jax.evaluation.eval_sets import Panel, listed_tasks, make_panel, split_tasks
 from manus_jax.evaluation.play import evaluate_policy
 from manus_jax.learner.learner import Learner, Reference, Together
 from manus_jax.learner.mesh import check_batch, make_mesh, param_shardings
 from manus_jax.models import loading as policy_source
 from manus_jax.models.loading import PolicySource
-from manus_jax.models.transformer import Params, critic_from_policy
+from manus_jax.models.transformer import Compute, Params, critic_from_policy
 from manus_jax.rewards import RewardSettings
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
 from manus_jax.rollout.llm_player import EngineAgent
@@ -202,7 +203,7 @@ def open_trainer(
     check_play(config.env, rollout)
     check_engine(config.engine)
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
-    kernel = supervised.make_compute(config.compute, mesh).kernel
+    kernel = Compute.for_mesh(mesh, **dataclasses.asdict(config.compute)).kernel
     check_batch(data.rows, data.max_length, mesh, kernel.implementation)
     sources, panel = read_task_sources(data, config.env, train.val_tasks)
     mixture = Mixture(sources, train.seed)

@@ -36,7 +36,6 @@ from manus_jax.learner.packing import Layout
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Compute, Critic, Transformer, abstract_model
 from manus_jax.rollout.batch import sample_fields
-from manus_jax.training.supervised import make_compute
 
 _RECIPE_FIELDS = (
     "gamma",
@@ -149,7 +148,7 @@ def design_critic(config: TrainConfig, arch: Architecture, mesh: Mesh) -> Design
 
 def _compute(config: TrainConfig, arch: Architecture, mesh: Mesh) -> Compute:
     """How the model is computed, once it and its rows are known to divide over the mesh."""
-    compute = make_compute(config.compute, mesh)
+    compute = Compute.for_mesh(mesh, **dataclasses.asdict(config.compute))
     implementation = compute.kernel.implementation
     check_model(arch, mesh, implementation)
     check_batch(config.data.rows, config.data.max_length, mesh, implementation)

@@ -25,7 +25,8 @@ from manus_jax.config.settings import (
     SftSettings,
 )
 from manus_jax.data.chat import ChatStream, ConversationError
-from manus_jax.data.tasks import DatasetError, Mixture, Task, read_tasks, without
+from manus_jax.data.mixture import Mixture
+from manus_jax.data.tasks import DatasetError, Task, read_tasks, without
 from manus_jax.learner import objectives
 from manus_jax.learner.mesh import check_batch, check_model, make_mesh, param_shardings
 from manus_jax.learner.optimizer import adamw, learning_rate
@@ -41,7 +42,6 @@ from manus_jax.learner.update import (
 )
 from manus_jax.models import huggingface
 from manus_jax.models import loading as policy_source
-from manus_jax.models.attention import AttentionKernel, pick_implementation
 from manus_jax.models.transformer import Compute, Transformer, abstract_model
 from manus_jax.training.checkpoints import Checkpoints, abstract_state
 from manus_jax.training.progress import ProgressLine
@@ -94,13 +94,6 @@ def read_conversations(
     return sources, held_out
 
 
-def make_compute(settings: ComputeSettings, mesh: jax.sharding.Mesh) -> Compute:
-    """The compute options for this mesh; attention "auto" follows its platform."""
-    platform = mesh.devices.flat[0].platform
-    name = settings.attention if settings.attention != "auto" else pick_implementation(platform)
-    return Compute(settings.dtype, settings.remat, AttentionKernel(name, mesh))
-
-
 def pack_batch(
     samples: Sequence[Sample], data: DataSettings, layout: Layout
 ) -> tuple[Packed, dict]:
@@ -127,7 +120,7 @@ def run(config: SftConfig, operative_config: str) -> dict[str, float]:
     """Trains to `sft.total_steps`, from the newest checkpoint if there is one; final metrics."""
     sft, data = config.sft, config.data
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
-    compute = make_compute(config.compute, mesh)
+    compute = Compute.for_mesh(mesh, **dataclasses.asdict(config.compute))
     check_batch(data.rows, data.max_length, mesh, compute.kernel.implementation)
     sources, held_out = read_conversations(data)
     source = policy_source.from_path(Path(config.model.path)) if config.model.path else None

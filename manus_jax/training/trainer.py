@@ -29,7 +29,8 @@ from manus_jax.algorithms.kl import (
 )
 from manus_jax.algorithms.recipes import Recipe
 from manus_jax.config.settings import AlgorithmSettings, TrainSettings
-from manus_jax.data.tasks import Mixture, Task
+from manus_jax.data.mixture import Mixture
+from manus_jax.data.tasks import Task
 from manus_jax.engines.protocol import Engine
 from manus_jax.errors import Stopped, UserError
 from manus_jax.evaluation.play import EvaluationResult

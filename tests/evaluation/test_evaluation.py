@@ -306,7 +306,7 @@ def test_mistakes_end_in_one_line_before_anything_is_played(
     assert "unknown action format 'xml'" in error("rollout.action_format = 'xml'")
     assert "rollout.top_p = 0 must be above 0" in error("rollout.top_p = 0.0")
     assert "max_turns = 0" in error("rollout.max_turns = 0")
-    assert "no dataset file none.json" in error("evaluate.task_files = ['none.json']")
+    assert "dataset file none.json does not exist" in error("evaluate.task_files = ['none.json']")
     greedy = error(
         "evaluate.samples = 4", "rollout.temperature = 0.0", policies=("oracle", str(model))
     )
