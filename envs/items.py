@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from envs.registry import UnknownEnvironment, load
-from manus_jax.evaluation.eval_sets import drawn
+from manus_jax.evaluation.eval_sets import select
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.out.mkdir(parents=True, exist_ok=True)
         for split in ("train", "test"):
             items = spec.items(split)
-            tasks = [task.item_id for task in drawn(spec.name, items, len(items))]
+            tasks = [task.item_id for task in select(spec.name, items, len(items))]
             file = options.out / f"{split}.json"
             file.write_text(json.dumps(tasks) + "\n", encoding="utf-8")
     except (UnknownEnvironment, OSError) as error:

@@ -12,7 +12,7 @@ from manus_jax.training.distributed import Team, joined
 from manus_jax.training.following import follow
 from manus_jax.training.learner_specs import TrainConfig, read_config
 from manus_jax.training.run_directory import disk_errors
-from manus_jax.training.run_summary import print_closing
+from manus_jax.training.run_summary import print_summary
 from manus_jax.vllm.options import check_gpus_of_many, claim_gpus
 from manus_jax.weights.host_tensors import spread
 
@@ -47,7 +47,7 @@ def lead(settings: TrainConfig, team: Team | None) -> None:
             huggingface.save_hf(
                 params if team is None else spread(params, team.together), card, export
             )
-    print_closing(trainer.directory, train.yardsticks, train.next_command)
+    print_summary(trainer.directory, train.baselines, train.next_command)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A progress line with numbers: a live bar on a terminal, plain lines elsewhere.
+"""A progress line with numbers: a live bar on a terminal, plain lines otherwise.
 
-Of several processes the first speaks for all.
+Only process 0 prints.
 """
 
 import time
@@ -52,7 +52,7 @@ class ProgressLine:
         self._bar.stop()
 
     def update(self, done: int, numbers: Mapping[str, float]) -> None:
-        """Shows `done` of the total and the numbers beside it."""
+        """Shows `done` of the total, and `numbers`."""
         text = "  ".join(f"{k} {v:,.4g}" for k, v in numbers.items())
         self._bar.update(self._task, completed=done, numbers=text)
         now = time.monotonic()
@@ -64,5 +64,5 @@ class ProgressLine:
         self._console.print(f"{self._title} {done}/{self._total}  {text}  left {left:.0f} s")
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
+        """Prints a line above the bar."""
         self._console.print(text, highlight=False)

@@ -133,7 +133,7 @@ class Trainer:
     pool: EnvironmentPool
     directory: RunDirectory
     checkpoints: Checkpoints
-    evaluate: Callable[[str], EvaluationResult]  # "val", or the name of a yardstick
+    evaluate: Callable[[str], EvaluationResult]  # "val", or the name of a baseline
     lr: Any  # step -> float
     weights: Callable[[], Params]  # the policy's, as the engine takes them
     together: Together
@@ -165,7 +165,7 @@ class Trainer:
             if start:
                 line.say(f"resumed at step {start}")
             if start == 0 and (train.val_before_train or train.val_only):
-                for name in train.yardsticks:
+                for name in train.baselines:
                     last |= self.evaluate(name).metrics(f"val_{name}")
                 last |= self._validate(0)
                 self.directory.append_metrics({"step": 0, **last})

@@ -48,7 +48,7 @@ MISTAKES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "the task that is played is the row's place in the batch, not the row's item",
         {
             "rollout/test_episode.py": ("test_the_item_of_the_row_is_the_item_that_is_played",),
-            "data/test_tasks.py": ("test_every_row_of_a_source_comes_once_an_epoch",),
+            "data/test_mixture.py": ("test_every_row_of_a_source_comes_once_an_epoch",),
         },
     ),
     "B5": (
@@ -319,7 +319,7 @@ MISTAKES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "than the dataset",
         {
             HERE: ("test_validation_rows_that_are_also_training_rows_are_not_trained_on",),
-            "data/test_tasks.py": (
+            "data/test_mixture.py": (
                 "test_a_batch_larger_than_the_dataset_runs_on_into_the_next_epochs",
             ),
         },

@@ -21,15 +21,15 @@ function facts() {
 }
 
 function environmentTable(rows) {
-  const yardsticks = [...new Set(rows.flatMap((row) => Object.keys(row.yardsticks)))];
-  const header = ["environment", "first", "latest", "change", "best", "score", "turns", ...yardsticks];
+  const baselines = [...new Set(rows.flatMap((row) => Object.keys(row.baselines)))];
+  const header = ["environment", "first", "latest", "change", "best", "score", "turns", ...baselines];
   const body = rows.map((row) => {
     const change = row.last[1] - row.first[1];
     const sign = change > 0 ? "+" : change < 0 ? MINUS : "";
     return el("tr", {}, el("td", {}, row.env), el("td", {}, percent(row.first[1])), el("td", {}, el("b", {}, percent(row.last[1]))),
       el("td", { class: change > 0 ? "up" : change < 0 ? "down" : "" }, sign + Math.abs(100 * change).toFixed(1)),
       el("td", {}, percent(row.best)), el("td", {}, number(row.score)), el("td", {}, number(row.turns)),
-      ...yardsticks.map((name) => el("td", {}, percent(row.yardsticks[name]))));
+      ...baselines.map((name) => el("td", {}, percent(row.baselines[name]))));
   });
   const steps = rows[0];
   return el("div", { class: "card" }, el("h3", {}, "Success on the held-out tasks"),
