@@ -299,7 +299,7 @@ class JaxEngine:
             self._waiting.remove(job)
 
     def _admit(self) -> None:
-        """Assigns slots; sessions with a cached stream come first, as they evict nobody."""
+        """Assigns slots; sessions with a cached stream come first, as they need no eviction."""
         kept = {s.session for s in self._table.slots if s.job is None and s.session is not None}
         self._waiting = deque(sorted(self._waiting, key=lambda j: j.request.session not in kept))
         while self._waiting:

@@ -28,7 +28,7 @@ class RunData:
 
 
 def read_run(path: Path) -> RunData:
-    """Reads a run directory; raises RunDirectoryError if it is none."""
+    """Reads a run directory; raises RunDirectoryError if it is not one."""
     metrics_file = path / "metrics.jsonl"
     if not metrics_file.is_file():
         raise RunDirectoryError(_why_not(path))

@@ -5,7 +5,6 @@ Only process 0 prints.
 
 import time
 from collections.abc import Mapping
-from types import TracebackType
 
 import jax
 from rich.console import Console
@@ -43,12 +42,7 @@ class ProgressLine:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def update(self, done: int, numbers: Mapping[str, float]) -> None:

@@ -182,12 +182,12 @@ class Publisher:
         """Calls `put` with every tensor and returns the sum of its results. While one tensor is
         written, the next is fetched from the devices, so the host holds two."""
         total = 0
-        with ThreadPoolExecutor(1, "publish") as beside:
+        with ThreadPoolExecutor(1, "publish") as writer:
             before: Future[int] | None = None
             for name, source in self._sources.items():
                 raw = host_bytes(params, source)
                 total += before.result() if before is not None else 0
-                before = beside.submit(put, name, raw)
+                before = writer.submit(put, name, raw)
             return total + (before.result() if before is not None else 0)
 
     def _add_changes(
