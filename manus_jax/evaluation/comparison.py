@@ -19,6 +19,7 @@ from manus_jax.config.binding import ConfigError
 from manus_jax.config.settings import EngineSettings, EnvSettings, EvaluateSettings, RolloutGroup
 from manus_jax.evaluation.eval_sets import EvalSet, make_eval_set
 from manus_jax.evaluation.play import EvaluationError, EvaluationResult, evaluate_policy
+from manus_jax.files import write_atomically
 from manus_jax.models import loading as policy_source
 from manus_jax.models.architecture import ModelError
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
@@ -35,7 +36,6 @@ from manus_jax.training.build_rollout import (
     open_servers,
 )
 from manus_jax.training.progress import ProgressLine
-from manus_jax.training.run_directory import write_atomically
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from manus_jax.files import write_atomically
 from manus_jax.models.architecture import (
     Architecture,
     ModelError,
@@ -279,7 +280,4 @@ def _set(tree: Params, path: tuple[str, ...], value: Any) -> None:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    """Writes a file atomically."""
-    work = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    work.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-    work.replace(path)
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

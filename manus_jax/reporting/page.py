@@ -14,9 +14,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from manus_jax.files import write_atomically
 from manus_jax.reporting import curves, episodes
-from manus_jax.reporting.run_data import RunData, read_run
-from manus_jax.training.run_directory import RunDirectoryError, write_atomically
+from manus_jax.reporting.run_data import ReportError, RunData, read_run
 
 _SCRIPTS = ("elements.js", "charts.js", "time.js", "episodes.js", "main.js")
 
@@ -29,7 +29,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     try:
         write_atomically(out, page)
     except OSError as error:
-        raise RunDirectoryError(f"the report {out} cannot be written: {error}") from None
+        raise ReportError(f"the report {out} cannot be written: {error}") from None
     return out
 
 

@@ -11,7 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manus_jax.training.run_directory import RunDirectoryError, gin_bindings
+from manus_jax.errors import UserError
+from manus_jax.training.run_directory import gin_bindings
+
+
+class ReportError(UserError, ValueError):
+    """A directory has no run to report, or the report cannot be written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +33,10 @@ class RunData:
 
 
 def read_run(path: Path) -> RunData:
-    """Reads a run directory; raises RunDirectoryError if it is not one."""
+    """Reads a run directory; raises ReportError if it is not one."""
     metrics_file = path / "metrics.jsonl"
     if not metrics_file.is_file():
-        raise RunDirectoryError(_why_not(path))
+        raise ReportError(_why_not(path))
     metrics, unreadable = read_metrics(metrics_file)
     config = path / "config.gin"
     return RunData(

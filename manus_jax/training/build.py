@@ -28,6 +28,7 @@ from manus_jax.data.mixture import Mixture
 from manus_jax.data.tasks import Task, read_tasks, without
 from manus_jax.evaluation.eval_sets import EvalSet, listed_tasks, make_eval_set, split_tasks
 from manus_jax.evaluation.play import evaluate_policy
+from manus_jax.files import write_atomically
 from manus_jax.learner.learner import Learner, Reference, Together
 from manus_jax.learner.mesh import check_batch, make_mesh, param_shardings
 from manus_jax.models import loading as policy_source
@@ -58,7 +59,7 @@ from manus_jax.training.learner_specs import (
     policy_lr,
 )
 from manus_jax.training.metric_sinks import check_sinks
-from manus_jax.training.run_directory import RunDirectory, write_atomically
+from manus_jax.training.run_directory import RunDirectory
 from manus_jax.training.stopping import Preempted
 from manus_jax.training.trainer import Trainer
 from manus_jax.weights.host_tensors import spread

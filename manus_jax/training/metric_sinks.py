@@ -12,7 +12,8 @@ from types import ModuleType
 
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.settings import TrainSettings
-from manus_jax.training.run_directory import RunDirectory, gin_bindings, write_atomically
+from manus_jax.files import write_atomically
+from manus_jax.training.run_directory import RunDirectory, gin_bindings
 
 Sink = Callable[[int, Mapping[str, float]], None]
 """Receives a step and its metrics."""

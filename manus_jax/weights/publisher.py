@@ -251,7 +251,7 @@ def _disk_errors(root: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(root).free
             raise WeightsError(
-                f"{root} is full ({free} bytes left) and nothing was published: free some space, "
+                f"{root} is full ({free} bytes left), so nothing was published: free some space, "
                 "or publish to another directory"
             ) from None
         raise WeightsError(f"cannot publish to {root}: {error}") from None

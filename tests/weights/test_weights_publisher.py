@@ -189,7 +189,7 @@ def test_a_disk_that_fills_up_is_one_line_leaves_no_half_and_is_gone_on_from(tmp
     command = [sys.executable, "-c", _ON_A_FULL_DISK, str(disk), str(tmp_path / "scratch")]
     if mountable and mountable.returncode == 0:
         command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", *command, "mounted"]
-        problem = rf"{disk}/to is full \(\d+ bytes left\) and nothing was published: free some"
+        problem = rf"{disk}/to is full \(\d+ bytes left\), so nothing was published: free some"
     else:
         command.append("limited")
         problem = rf"cannot publish to {disk}/to: .*File too large"
