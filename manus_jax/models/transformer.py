@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import (
     BATCH_AXES,
     AttentionKernel,
-    Implementation,
     attention,
     pick_implementation,
 )
@@ -46,15 +45,6 @@ class Compute:
             known = ", ".join(REMAT_POLICIES)
             raise ValueError(f"unknown remat policy {self.remat!r} (known: {known})")
 
-    @classmethod
-    def for_mesh(
-        cls, mesh: Mesh, dtype: str, remat: str, attention: Implementation | Literal["auto"]
-    ) -> "Compute":
-        """Options for a mesh; attention "auto" picks the kernel of the mesh's platform."""
-        if attention == "auto":
-            attention = pick_implementation(mesh.devices.flat[0].platform)
-        return cls(dtype, remat, AttentionKernel(attention, mesh))
-
     @property
     def fuses_products(self) -> bool:
         """Whether products with the same input are fused: only on a single CPU device.
@@ -64,6 +54,13 @@ class Compute:
         """
         mesh = self.kernel.mesh
         return self.kernel.implementation == "plain" and (mesh is None or mesh.size == 1)
+
+
+def make_compute(dtype: str, remat: str, attention: str, mesh: Mesh) -> Compute:
+    """The compute options for a mesh; attention "auto" takes the kernel of its platform."""
+    if attention == "auto":
+        attention = pick_implementation(mesh.devices.flat[0].platform)
+    return Compute(dtype, remat, AttentionKernel(attention, mesh))  # type: ignore[arg-type]
 
 
 # What is saved per layer for the backward pass. "full" saves only the layer's input and recomputes

@@ -33,7 +33,7 @@ from manus_jax.learner.learner import Learner, Reference, Together
 from manus_jax.learner.mesh import check_batch, make_mesh, param_shardings
 from manus_jax.models import loading as policy_source
 from manus_jax.models.loading import PolicySource
-from manus_jax.models.transformer import Compute, Params, critic_from_policy
+from manus_jax.models.transformer import Params, critic_from_policy, make_compute
 from manus_jax.rewards import RewardSettings
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
 from manus_jax.rollout.llm_player import EngineAgent
@@ -206,7 +206,7 @@ def open_trainer(
     check_play(config.env, rollout)
     check_engine(config.engine)
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
-    kernel = Compute.for_mesh(mesh, **dataclasses.asdict(config.compute)).kernel
+    kernel = make_compute(**dataclasses.asdict(config.compute), mesh=mesh).kernel
     check_batch(data.rows, data.max_length, mesh, kernel.implementation)
     sources, eval_set = read_task_sources(data, config.env, train.val_tasks)
     mixture = Mixture(sources, train.seed)

@@ -34,7 +34,7 @@ from manus_jax.learner.mesh import check_batch, check_model
 from manus_jax.learner.optimizer import adamw, learning_rate
 from manus_jax.learner.packing import Layout
 from manus_jax.models.architecture import Architecture
-from manus_jax.models.transformer import Compute, Critic, Transformer, abstract_model
+from manus_jax.models.transformer import Compute, Critic, Transformer, abstract_model, make_compute
 from manus_jax.rollout.batch import sample_fields
 
 _RECIPE_FIELDS = (
@@ -148,7 +148,7 @@ def design_critic(config: TrainConfig, arch: Architecture, mesh: Mesh) -> Design
 
 def _compute(config: TrainConfig, arch: Architecture, mesh: Mesh) -> Compute:
     """How the model is computed, once it and its rows are known to divide over the mesh."""
-    compute = Compute.for_mesh(mesh, **dataclasses.asdict(config.compute))
+    compute = make_compute(**dataclasses.asdict(config.compute), mesh=mesh)
     implementation = compute.kernel.implementation
     check_model(arch, mesh, implementation)
     check_batch(config.data.rows, config.data.max_length, mesh, implementation)

@@ -42,7 +42,7 @@ from manus_jax.learner.update import (
 )
 from manus_jax.models import huggingface
 from manus_jax.models import loading as policy_source
-from manus_jax.models.transformer import Compute, Transformer, abstract_model
+from manus_jax.models.transformer import Transformer, abstract_model, make_compute
 from manus_jax.training.checkpoints import Checkpoints, abstract_state
 from manus_jax.training.progress import ProgressLine
 from manus_jax.training.run_directory import RunDirectory
@@ -120,7 +120,7 @@ def run(config: SftConfig, operative_config: str) -> dict[str, float]:
     """Trains to `sft.total_steps`, from the newest checkpoint if there is one; final metrics."""
     sft, data = config.sft, config.data
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
-    compute = Compute.for_mesh(mesh, **dataclasses.asdict(config.compute))
+    compute = make_compute(**dataclasses.asdict(config.compute), mesh=mesh)
     check_batch(data.rows, data.max_length, mesh, compute.kernel.implementation)
     sources, held_out = read_conversations(data)
     source = policy_source.from_path(Path(config.model.path)) if config.model.path else None
