@@ -4,11 +4,10 @@ import argparse
 from pathlib import Path
 
 from manus_jax import command
-from manus_jax.models import huggingface
+from manus_jax.models import huggingface, orbax_params
 from manus_jax.models.architecture import ModelError
 from manus_jax.models.huggingface import ModelCard
 from manus_jax.models.loading import load_step
-from manus_jax.training import checkpoints
 
 
 def from_hf(hf: Path, out: Path) -> Path:
@@ -17,12 +16,12 @@ def from_hf(hf: Path, out: Path) -> Path:
         raise ModelError(f"{out} holds checkpoints already; choose another --out")
     params, card = huggingface.load_params(hf)
     card.save(out / "model")
-    return checkpoints.save_params(out, params, {"source": str(hf)})
+    return orbax_params.save_params(out, params, {"source": str(hf)})
 
 
 def to_hf(checkpoint: Path, out: Path) -> None:
     """Writes a checkpoint's parameters as a Hugging Face directory."""
-    step_dir, card_dir = checkpoints.find_checkpoint(checkpoint)
+    step_dir, card_dir = orbax_params.find_checkpoint(checkpoint)
     card = ModelCard.load(card_dir)
     huggingface.save_hf(load_step(step_dir, card), card, out)
 

@@ -1,4 +1,4 @@
-"""`python -m manus_jax.evaluate --gin_file=configs/evaluate_textcraft.gin`: policies on a panel."""
+"""`python -m manus_jax.evaluate --gin_file=F`: plays an evaluation set with several policies."""
 
 from rich.console import Console
 
@@ -10,7 +10,7 @@ from manus_jax.evaluation.tables import comparison_table
 
 
 def main(arguments: list[str]) -> None:
-    parser = config.argument_parser("evaluate", "Plays a fixed panel of tasks with policies.")
+    parser = config.argument_parser("evaluate", "Plays a fixed set of tasks with policies.")
     args = parser.parse_args(arguments)
     config.parse(args.gin_file, args.gin_param)
     classes: list[type] = [EvaluateSettings, EnvSettings, RolloutGroup, EngineSettings]
@@ -28,4 +28,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main, interrupted="what was not finished is lost")
+    command.run(main, interrupted="results of unfinished policies are lost")

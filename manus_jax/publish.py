@@ -13,9 +13,9 @@ from pathlib import Path
 
 from manus_jax import command
 from manus_jax.engines.protocol import EngineError
+from manus_jax.models import orbax_params
 from manus_jax.models.huggingface import ModelCard
 from manus_jax.models.loading import load_step
-from manus_jax.training import checkpoints
 from manus_jax.vllm.access import read_api_key
 from manus_jax.vllm.fleet import Fleet, PoolSettings
 from manus_jax.weights.manifest import Identity, published_versions
@@ -27,7 +27,7 @@ def newest_steps(run: Path, poll: float | None) -> Iterator[tuple[Path, ModelCar
     """The newest checkpoint's directory and card, and with `poll` seconds each newer one's."""
     seen = -1
     while True:
-        step_dir, card_dir = checkpoints.find_checkpoint(run)
+        step_dir, card_dir = orbax_params.find_checkpoint(run)
         if int(step_dir.name) > seen:
             seen = int(step_dir.name)
             yield step_dir, ModelCard.load(card_dir)
@@ -61,7 +61,7 @@ def serving(servers: list[str], run: Path, to: Path) -> Fleet | None:
     target = newest(to)
     if target is None or not servers:
         return None
-    _, card_dir = checkpoints.find_checkpoint(run)
+    _, card_dir = orbax_params.find_checkpoint(run)
     model = ModelCard.load(card_dir).architecture
     settings = PoolSettings(api_key=read_api_key(None))
     return Fleet(

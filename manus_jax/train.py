@@ -9,7 +9,7 @@ from manus_jax.training.build import open_trainer
 from manus_jax.training.job import joined
 from manus_jax.training.learner_specs import read_config
 from manus_jax.training.run_directory import disk_errors
-from manus_jax.training.run_summary import print_closing
+from manus_jax.training.run_summary import print_summary
 from manus_jax.vllm.options import check_gpus_of_many, claim_gpus
 
 
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> None:
             if train.export and not train.val_only:
                 trainer.export()
         if job.primary:
-            print_closing(trainer.directory, train.yardsticks, train.next_command)
+            print_summary(trainer.directory, train.baselines, train.next_command)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Pure maths on arrays: advantages, losses, KL, corrections, reward allocation, recipes."""
+"""Pure functions on arrays: advantages, losses, KL, corrections, reward allocation, recipes."""

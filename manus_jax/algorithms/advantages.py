@@ -1,11 +1,10 @@
 """Advantage estimators.
 
-Two families. Token-level ones work on the arrays of one sequence, [T], and are batched by the
-caller with `vmap`; they run over the agent's tokens alone, as if the observation tokens between
-them were not there. Group-level ones work on one score per episode, [B], relative to the other
-episodes of the same task; rows that are not valid leave every statistic untouched and get 0.
-
-Masks are bool, or 0/1 numbers. Group ids are ints in [0, B), so every shape is static under jit.
+Token-level estimators take the arrays of one sequence, [T], and are batched with `vmap`; they
+process agent tokens only, as if the observation tokens between them did not exist. Group-level
+estimators take one score per episode, [B], and compare it with the other episodes of the same task;
+invalid rows do not affect any statistic and get 0. Masks are bool or 0/1. Group ids are ints in
+[0, B), so that shapes are static under jit.
 """
 
 from typing import NamedTuple
@@ -14,8 +13,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
-# Scores that differ by less than this, relative to the largest of them, are taken for equal: sums
-# of token rewards carry float32 noise, and dividing by its std would make advantages of ±1 of it.
+# Scores whose relative difference is below this are treated as equal: sums of token rewards have
+# float32 noise, and dividing by its std would turn it into advantages of ±1.
 CONSTANT_RTOL = 1e-5
 
 
@@ -25,8 +24,8 @@ def gae(
     """Generalized advantage estimation over the agent tokens of one sequence.
 
     delta_t = r_t + gamma v_next - v_t, adv_t = delta_t + gamma lam adv_next, where "next" is the
-    next agent token (0 after the last): tokens outside the mask bring no reward, no delta and no
-    decay.
+    next agent token (0 after the last): tokens outside the mask contribute no reward, no delta and
+    no decay.
 
     See "High-Dimensional Continuous Control Using Generalized Advantage Estimation", Schulman et
     al. (https://arxiv.org/abs/1506.02438).
@@ -61,7 +60,7 @@ def gae(
 
 
 def rewards_to_go(r_t: chex.Array, mask_t: chex.Array, gamma: float) -> jax.Array:
-    """Discounted sum of the rewards from each agent token on, never reset by an observation.
+    """Discounted sum of the rewards from each agent token on, across observations.
 
     g_t = r_t + gamma g_next, where "next" is the next agent token of the sequence.
 
@@ -89,15 +88,15 @@ def rewards_to_go(r_t: chex.Array, mask_t: chex.Array, gamma: float) -> jax.Arra
 def whiten(
     x: chex.Array, mask: chex.Array, shift_mean: bool = True, eps: float = 1e-8
 ) -> jax.Array:
-    """Scales the masked entries, all together, to unit variance (Bessel-corrected) and zero mean.
+    """Scales the masked entries to zero mean and unit variance (Bessel-corrected).
 
-    Entries that are all equal but for float noise become the mean itself: 0, or the mean where
-    `shift_mean` is off. So does a lone entry.
+    If all entries are equal up to float noise, or there is only one, the result is the mean: 0, or
+    the original mean if `shift_mean` is False.
 
     Args:
       x: values of any shape, e.g. [B, T].
-      mask: entries that count, same shape.
-      shift_mean: False keeps the mean as it was.
+      mask: entries to include, same shape.
+      shift_mean: False keeps the mean.
       eps: added to the variance.
 
     Returns:
@@ -118,23 +117,23 @@ def whiten(
 
 
 class GroupStatistics(NamedTuple):
-    """Statistics of each row's own group over its valid rows; every field is [B]."""
+    """Statistics of each row's group over its valid rows; every field is [B]."""
 
     size: jax.Array
     mean: jax.Array
     std: jax.Array  # unbiased; 0 for a group of one
-    constant: jax.Array  # two members or more, all equal but for float noise
+    constant: jax.Array  # at least two members, all equal up to float noise
 
 
 def group_statistics(
     scores: chex.Array, group_ids: chex.Array, valid: chex.Array
 ) -> GroupStatistics:
-    """Size, mean, unbiased std and constancy of each row's group.
+    """Size, mean, unbiased std of each row's group, and whether it is constant.
 
     Args:
       scores: [B].
       group_ids: int, [B], in [0, B).
-      valid: [B]; the other rows count for nothing, whatever they hold.
+      valid: [B]; other rows are ignored, whatever their values.
     """
     chex.assert_rank([scores, group_ids, valid], 1)
     chex.assert_equal_shape([scores, group_ids, valid])
@@ -157,7 +156,7 @@ def group_statistics(
 
 
 def _centred(scores: chex.Array, stats: GroupStatistics, valid: chex.Array) -> jax.Array:
-    """Scores minus their group's mean: the score itself in a group of one, 0 where not valid."""
+    """Scores minus the group mean; the score itself in a group of one; 0 if not valid."""
     centred = jnp.where(stats.size > 1, scores - stats.mean, scores)
     return jnp.where(jnp.asarray(valid, bool) & ~stats.constant, centred, 0.0)
 
@@ -171,16 +170,16 @@ def grpo(
 ) -> jax.Array:
     """Group-relative advantage: (score - group mean) / (group std + eps).
 
-    A group of one has mean 0 and std 1. A group whose scores are all equal, but for float noise,
-    gives exactly 0.
+    For a group of one, the mean is taken as 0 and the std as 1. If all scores of a group are equal
+    up to float noise, the advantage is exactly 0.
 
     See "DeepSeekMath", Shao et al. (https://arxiv.org/abs/2402.03300).
 
     Args:
       scores: one per episode, [B].
       group_ids: int, [B], in [0, B).
-      valid: [B]; False rows do not count and get 0.
-      normalize_by_std: False subtracts the mean alone.
+      valid: [B]; False rows are ignored and get 0.
+      normalize_by_std: False only subtracts the mean.
       eps: added to the std.
 
     Returns:
@@ -194,7 +193,7 @@ def grpo(
 
 
 def dr_grpo(scores: chex.Array, group_ids: chex.Array, valid: chex.Array) -> jax.Array:
-    """GRPO without the std, which favours tasks that are nearly always or never solved.
+    """GRPO without dividing by the std, which favours tasks with success rates near 0 or 1.
 
     See "Understanding R1-Zero-Like Training", Liu et al. (https://arxiv.org/abs/2503.20783).
     Arguments, all [B], and result as in `grpo`.
@@ -217,7 +216,7 @@ def rloo(scores: chex.Array, group_ids: chex.Array, valid: chex.Array) -> jax.Ar
 def reinforce_pp_baseline(
     scores: chex.Array, group_ids: chex.Array, valid: chex.Array, mask: chex.Array
 ) -> jax.Array:
-    """REINFORCE++ with a group baseline: minus the group's mean, then whitened over all tokens.
+    """REINFORCE++ with a group baseline: subtracts the group mean, then whitens over all tokens.
 
     See "REINFORCE++", Hu et al. (https://arxiv.org/abs/2501.03262).
 
@@ -261,10 +260,10 @@ def grpo_passk(
     normalize_by_std: bool = True,
     eps: float = 1e-6,
 ) -> jax.Array:
-    """Pass@k advantage: only the best of a group gets any, its lead over the second best.
+    """Pass@k advantage: the best episode of a group gets its lead over the second best.
 
-    Without the std this is an unbiased gradient of the expected best score of a group. A tie for
-    the best, and a group of one, give 0.
+    All others get 0, as do ties for the best and groups of one. Without the division by the std,
+    the gradient of the expected best score of a group is unbiased.
 
     See "Optimizing Language Models for Inference Time Objectives using Reinforcement Learning",
     Tang et al. (https://arxiv.org/abs/2503.19595).
@@ -290,9 +289,9 @@ def grpo_passk(
 
 
 def has_signal(outcomes: chex.Array, group_ids: chex.Array, valid: chex.Array) -> jax.Array:
-    """Which rows belong to a group whose outcomes differ: what dynamic sampling keeps.
+    """Selects rows of groups whose outcomes differ, which dynamic sampling keeps.
 
-    Give it the outcome (success, final score) rather than a shaped reward: shaping makes groups in
+    Pass the outcome (success, final score) rather than a shaped reward: with shaping, groups in
     which every episode fails look informative.
 
     See "DAPO", Yu et al. (https://arxiv.org/abs/2503.14476).

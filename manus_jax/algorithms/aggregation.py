@@ -1,9 +1,9 @@
-"""From per-token losses to one number, with global denominators.
+"""Aggregation of per-token losses with global denominators.
 
-The idea: aggregation is a weight per token, computed once from the lengths of the whole batch
-before it is split, so that the loss is `sum(weights * loss_t)`. Sums do not care about
-micro-batches, rows, packing, padding or devices, and so neither does the update. The functions take
-numpy arrays (on the host, giving numpy) or JAX arrays (also under jit).
+Aggregation is a weight per token, computed once from the lengths of the whole batch before it is
+split; the loss is `sum(weights * loss_t)`. A sum does not depend on micro-batches, rows, packing,
+padding or devices, so neither does the update. The functions accept NumPy arrays (and return NumPy)
+or JAX arrays, also under jit.
 """
 
 from typing import Any
@@ -24,19 +24,18 @@ def sequence_weights(
 ) -> Any:
     """The weight of every agent token of each sequence.
 
-    token-mean: each token counts the same. seq-mean-*: each sequence counts the same, by the mean
-    of its tokens' losses (token-mean), their sum (token-sum), or their sum over a constant
-    (token-sum-norm). Sequences without an agent token, or of row weight 0, do not count.
+    token-mean gives every token the same weight. seq-mean-* average over sequences the mean of the
+    token losses (token-mean), their sum (token-sum), or their sum divided by a constant
+    (token-sum-norm). Sequences without agent tokens or with row weight 0 are ignored.
 
     Args:
       lengths: agent tokens of each sequence, int [N].
       mode: one of MODES.
-      norm_constant: what seq-mean-token-sum-norm, and it alone, divides by: e.g. the longest
-        response allowed.
-      row_weights: [N], 1 if None; padding rows carry 0.
+      norm_constant: the divisor of seq-mean-token-sum-norm, e.g. the maximum response length.
+      row_weights: [N], 1 if None; 0 for padding rows.
 
     Returns:
-      float32 [N]; all 0 if nothing counts.
+      float32 [N]; all 0 if every sequence is ignored.
     """
     if mode not in MODES:
         raise ValueError(f"unknown loss aggregation {mode!r}; there are {', '.join(MODES)}")
@@ -69,7 +68,7 @@ def token_weights(
     norm_constant: float | None = None,
     row_weights: chex.Array | None = None,
 ) -> Any:
-    """Weights such that the aggregated loss is `sum(token_weights(...) * loss_t)`.
+    """Weights for which the aggregated loss is `sum(token_weights(...) * loss_t)`.
 
     Args:
       mask: agent tokens of every sequence of the batch, [N, T].

@@ -1,10 +1,10 @@
-"""Importance corrections between the sampler that played and the learner that trains.
+"""Importance corrections for the mismatch between sampler and learner.
 
-The engine's log-probs of its own tokens differ from the learner's (kernels, precision, older
-weights). A correction turns the ratio learner / sampler into a detached weight that multiplies the
-policy loss before aggregation. It is made of two choices: at which level the ratio is taken (token,
-sequence product, geometric mean of the sequence) and what is done with it (truncate, mask, reject);
-several corrections multiply.
+The engine's log-probs differ from the learner's because of kernels, precision and older weights. A
+correction turns the ratio learner / sampler into a detached weight that multiplies the policy loss
+before aggregation. It has a level at which the ratio is taken (token, product over the sequence,
+geometric mean over the sequence) and an action (truncate, mask, reject). Several corrections are
+multiplied.
 
 See "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", Yao et al. 2025 (TIS),
 and "Every Step Evolves", Ling team (https://arxiv.org/abs/2510.18855) (IcePop).
@@ -26,9 +26,10 @@ ACTIONS = ("truncate", "mask", "reject")
 class Correction:
     """One correction.
 
-    level: ratio of each token; of the whole sequence (product); or its geometric mean per token.
+    level: the ratio of each token, of the whole sequence (product), or the sequence's geometric
+      mean.
     action: truncate (the ratio, at most `high`), mask (the ratio inside [low, high], else 0) or
-      reject (1 inside, else 0).
+      reject (1 inside [low, high], else 0).
     """
 
     level: str
@@ -77,13 +78,13 @@ def importance_weights(
       log_probs: the learner's (old) log-probs, [rows, length].
       sampler_log_probs: [rows, length].
       mask: agent tokens, [rows, length].
-      segment_ids: int, [rows, length], each row numbered on its own in [0, num_segments); only the
-        token level goes without.
+      segment_ids: int, [rows, length], numbered per row in [0, num_segments); optional at token
+        level.
       num_segments: static bound on the segments in a row.
 
     Returns:
-      (weights, changed), [rows, length]: changed is 1 where truncation, mask or rejection bit.
-      Weight 1 and changed 0 outside the mask.
+      (weights, changed), [rows, length]; `changed` is 1 where the ratio was truncated, masked or
+      rejected. Outside the mask, the weight is 1 and `changed` is 0.
     """
     chex.assert_equal_shape([log_probs, sampler_log_probs, mask])
     chex.assert_type([log_probs, sampler_log_probs], float)
@@ -109,7 +110,7 @@ def importance_weights(
 def mismatch_metrics(
     log_probs: chex.Array, sampler_log_probs: chex.Array, mask: chex.Array
 ) -> dict[str, jax.Array]:
-    """How far the learner is from the sampler on the tokens that were sampled.
+    """Metrics of the mismatch between learner and sampler on the sampled tokens.
 
     Args:
       log_probs: the learner's, any shape.
@@ -118,9 +119,9 @@ def mismatch_metrics(
 
     Returns:
       Scalars: mean and max of |log-prob difference| and of |probability difference|, KL(sampler ||
-      learner) by k1 and k3, the Pearson correlation of the probabilities (where it is undefined, 1
-      if they are equal and else 0), and the effective sample size of the importance weights as a
-      share of the tokens (1: on policy).
+      learner) by k1 and k3, the Pearson correlation of the probabilities (if undefined, 1 for equal
+      probabilities and 0 otherwise), and the effective sample size of the importance weights as a
+      fraction of the tokens (1 on policy).
     """
     chex.assert_equal_shape([log_probs, sampler_log_probs, mask])
     chex.assert_type([log_probs, sampler_log_probs], float)

@@ -1,8 +1,9 @@
-"""KL divergence to a reference policy: estimators, the penalty in the reward, and its controllers.
+"""KL divergence from a reference policy: estimators, the reward penalty and its controllers.
 
-An estimator is elementwise on the log-probs of sampled tokens, d = log pi - log pi_ref. k1 and k3
-estimate the divergence without bias, but only k2's gradient is, in expectation, the gradient of the
-divergence; `k3_value_k2_gradient` takes the one's value and the other's gradient.
+Estimators are elementwise functions of the log-probs of sampled tokens, with
+d = log pi - log pi_ref. k1 and k3 are unbiased estimates of the divergence, but only the gradient
+of k2 equals, in expectation, the gradient of the divergence; `k3_value_k2_gradient` combines the
+value of k3 with the gradient of k2.
 
 See "Approximating KL Divergence", Schulman (http://joschu.net/blog/kl-approx.html).
 """
@@ -26,33 +27,33 @@ def _difference(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
 
 
 def k1(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
-    """d. Arguments and result share any shape."""
+    """d. Arguments and result have the same, arbitrary shape."""
     return _difference(log_probs, ref_log_probs)
 
 
 def absolute(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
-    """|d|. Arguments and result share any shape."""
+    """|d|. Arguments and result have the same, arbitrary shape."""
     return jnp.abs(_difference(log_probs, ref_log_probs))
 
 
 def k2(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
-    """d² / 2. Arguments and result share any shape."""
+    """d² / 2. Arguments and result have the same, arbitrary shape."""
     return 0.5 * _difference(log_probs, ref_log_probs) ** 2
 
 
 def k3(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
     """exp(-d) - 1 + d, with d clamped to ±20 and the result to ±10.
 
-    Arguments and result share any shape.
+    Arguments and result have the same, arbitrary shape.
     """
     d = jnp.clip(_difference(log_probs, ref_log_probs), -20.0, 20.0)
     return jnp.clip(jnp.exp(-d) - 1.0 + d, -10.0, 10.0)
 
 
 def k3_value_k2_gradient(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
-    """k3's value with k2's gradient, straight through.
+    """The value of k3 with the gradient of k2 (straight-through).
 
-    Arguments and result share any shape.
+    Arguments and result have the same, arbitrary shape.
     """
     surrogate = k2(log_probs, ref_log_probs)
     value = jax.lax.stop_gradient(k3(log_probs, ref_log_probs) - surrogate)
@@ -91,7 +92,7 @@ def kl_in_reward(
       beta: coefficient.
 
     Returns:
-      [B, T]; outside the mask the rewards as they were.
+      [B, T]; the rewards outside the mask are unchanged.
     """
     chex.assert_rank([token_rewards, kl_t, mask], 2)
     chex.assert_equal_shape([token_rewards, kl_t, mask])
@@ -100,11 +101,11 @@ def kl_in_reward(
 
 
 def observed_kl(kl_t: chex.Array, mask: chex.Array) -> jax.Array:
-    """What a controller is shown: the mean over rows of each row's mean over agent tokens.
+    """The KL that a controller observes: the mean over rows of the mean over agent tokens.
 
     Args:
       kl_t: [B, T].
-      mask: agent tokens, [B, T]; rows without any do not count.
+      mask: agent tokens, [B, T]; rows without any are ignored.
 
     Returns:
       A scalar.
@@ -119,7 +120,7 @@ def observed_kl(kl_t: chex.Array, mask: chex.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class FixedKL:
-    """A coefficient that stays."""
+    """A constant coefficient."""
 
     coef: float
 
@@ -133,7 +134,7 @@ class FixedKL:
 
 @dataclass(frozen=True)
 class AdaptiveKL:
-    """A coefficient that moves to hold the observed KL at a target.
+    """A coefficient that is adapted to keep the observed KL at a target.
 
     See "Fine-Tuning Language Models from Human Preferences", Ziegler et al.
     (https://arxiv.org/abs/1909.08593).
@@ -148,10 +149,10 @@ class AdaptiveKL:
             raise ValueError(f"adaptive KL needs coef, target and horizon above 0, got {self}")
 
     def update(self, observed: float, n_rows: int) -> "AdaptiveKL":
-        """coef times 1 + e n_rows / horizon, e = clip(observed / target - 1, ±0.2).
+        """Multiplies coef by 1 + e n_rows / horizon, with e = clip(observed / target - 1, ±0.2).
 
-        One batch never more than halves it: with a horizon far below the batch size the factor
-        would turn negative, and the penalty into a reward.
+        The factor is at least 0.5: with a horizon far below the batch size it would otherwise
+        become negative and turn the penalty into a reward.
         """
         error = min(max(float(observed) / self.target - 1.0, -0.2), 0.2)
         factor = max(1.0 + error * n_rows / self.horizon, 0.5)

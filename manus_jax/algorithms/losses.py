@@ -1,9 +1,9 @@
 """Per-token losses.
 
-Each returns `(loss_t, stats)`, both per token: the caller aggregates the loss with its weights
-(`aggregation`) and averages the stats over the agent tokens of the whole batch, so that no
-denominator is ever local. Elementwise on arrays of any one shape, but for `gspo`, whose ratio
-belongs to a segment of a packed row. Keys of the stats are the names the metrics go by.
+Each function returns `(loss_t, stats)`, both per token. The caller aggregates the loss with the
+weights of `aggregation` and averages the stats over the agent tokens of the whole batch, so that
+every denominator is global. All losses are elementwise on arrays of equal shape except `gspo`,
+whose ratio belongs to a segment of a packed row. The keys of the stats are metric names.
 """
 
 import chex
@@ -34,7 +34,7 @@ def _clipped_surrogate(
     stats = {"pg_clipfrac": (clipped > plain).astype(jnp.float32)}
     if dual_clip:
         if dual_clip <= 1.0:
-            raise ValueError(f"dual_clip must be above 1 (or None, for off), got {dual_clip}")
+            raise ValueError(f"dual_clip must be above 1 (or None), got {dual_clip}")
         ceiling = -advantages * dual_clip
         lower = (advantages < 0) & (loss_t > ceiling)
         loss_t = jnp.where(lower, ceiling, loss_t)
@@ -52,8 +52,8 @@ def ppo_clip(
 ) -> LossAndStats:
     """PPO's clipped surrogate, with a dual clip for negative advantages.
 
-    max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)); where A < 0, at most -A dual_clip.
-    rho = exp(log_probs - old_log_probs), the exponent clamped to ±20.
+    max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)), at most -A dual_clip if A < 0.
+    rho = exp(log_probs - old_log_probs), with the exponent clamped to ±20.
 
     See "Proximal Policy Optimization Algorithms", Schulman et al. (https://arxiv.org/abs/1707.06347)
     and, for the dual clip, "Mastering Complex Control in MOBA Games", Ye et al.
@@ -62,7 +62,7 @@ def ppo_clip(
     Args:
       log_probs, old_log_probs, advantages: arrays of one shape.
       clip_low, clip_high: widths of the clip below and above 1.
-      dual_clip: ratio above which a negative advantage pulls no more; None or 0 for off.
+      dual_clip: bounds the loss of negative advantages at this ratio; None or 0 turns it off.
 
     Returns:
       (loss_t, stats), of the same shape.
@@ -84,10 +84,10 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> LossAndStats:
-    """GSPO: PPO's clip on the ratio of a whole sequence, its geometric mean over agent tokens.
+    """GSPO: PPO's clip on the sequence ratio, the geometric mean over the agent tokens.
 
-    Every token carries the value of its segment's ratio and the gradient of its own log-prob (the
-    paper's GSPO-token); under seq-mean-token-mean, with one advantage per sequence, the gradient is
+    Every token has the value of its segment's ratio and the gradient of its own log-prob (the
+    paper's GSPO-token). With seq-mean-token-mean and one advantage per sequence, the gradient is
     that of the sequence-level objective.
 
     See "Group Sequence Policy Optimization", Zheng et al. (https://arxiv.org/abs/2507.18071).
@@ -95,7 +95,7 @@ def gspo(
     Args:
       log_probs, old_log_probs, advantages: [rows, length].
       mask: agent tokens, [rows, length].
-      segment_ids: int, [rows, length], each row numbered on its own in [0, num_segments).
+      segment_ids: int, [rows, length], numbered per row in [0, num_segments).
       num_segments: static bound on the segments in a row.
       clip_low, clip_high: widths of the clip below and above 1.
 
@@ -119,7 +119,7 @@ def cispo(
     clip_low: float,
     clip_high: float,
 ) -> LossAndStats:
-    """CISPO: policy gradient weighted by a clipped, detached ratio, so that no token is dropped.
+    """CISPO: policy gradient weighted by a clipped, detached ratio; every token keeps a gradient.
 
     -stop_gradient(clip(rho, 1 - clip_low, 1 + clip_high)) A log_probs.
 
@@ -137,7 +137,7 @@ def cispo(
 def reinforce(
     log_probs: chex.Array, old_log_probs: chex.Array, advantages: chex.Array
 ) -> LossAndStats:
-    """Plain policy gradient, -A log_probs; the old log-probs serve the stats alone.
+    """Plain policy gradient, -A log_probs; the old log-probs are used for stats only.
 
     Arguments and result as in `ppo_clip`.
     """
@@ -151,7 +151,7 @@ def value_loss(
     returns: chex.Array,
     cliprange: float | None,
 ) -> LossAndStats:
-    """Half the squared error of the critic, clipped around the values it started from.
+    """Half the squared error of the critic, clipped around the old values.
 
     0.5 max((V - R)², (clip(V, V_old ± cliprange) - R)²).
 
@@ -178,10 +178,10 @@ def value_loss(
 
 
 def entropy_bonus(entropy: chex.Array, coef: float) -> LossAndStats:
-    """-coef H: what is added to the loss to keep the policy's entropy up.
+    """-coef H, a loss term that rewards entropy of the policy.
 
     Args:
-      entropy: of the policy at each token, any shape.
+      entropy: entropy of the policy at each token, any shape.
       coef: coefficient.
 
     Returns:
@@ -194,7 +194,7 @@ def entropy_bonus(entropy: chex.Array, coef: float) -> LossAndStats:
 def kl_loss(
     log_probs: chex.Array, ref_log_probs: chex.Array, coef: float, estimator: str
 ) -> LossAndStats:
-    """coef times an estimate of the KL to the reference policy.
+    """coef times an estimate of the KL divergence from the reference policy.
 
     Args:
       log_probs, ref_log_probs: arrays of one shape.

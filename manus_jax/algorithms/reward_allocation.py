@@ -1,11 +1,9 @@
-"""Allocation of an episode's reward to the tokens of the agent.
+"""Allocation of an episode's reward to the agent's tokens.
 
-One sequence at a time; `allocate` batches them. Whatever the allocation, the token rewards sit on
-agent tokens alone and add up to the episode's reward (a sequence without an agent token has nowhere
-to put it and gets none).
-
-Turn ids say which turn of the agent each token belongs to: ints in [0, T), never falling along the
-sequence; only those of agent tokens are looked at.
+Functions take one sequence; `allocate` batches them. With every allocation, token rewards are on
+agent tokens only and sum to the episode reward (a sequence without agent tokens gets none). Turn
+ids give the agent turn of each token: ints in [0, T), non-decreasing along the sequence; only those
+of agent tokens are read.
 """
 
 from collections.abc import Callable
@@ -31,7 +29,7 @@ def _is_last(mask_t: jax.Array) -> jax.Array:
 def last_token(
     mask_t: chex.Array, turn_ids_t: chex.Array, episode_reward: float | chex.Array
 ) -> jax.Array:
-    """All of the reward on the last agent token.
+    """Puts the whole reward on the last agent token.
 
     Args:
       mask_t: agent tokens, [T].
@@ -48,7 +46,7 @@ def last_token(
 def uniform_positive(
     mask_t: chex.Array, turn_ids_t: chex.Array, episode_reward: float | chex.Array
 ) -> jax.Array:
-    """A positive reward in equal parts on every agent token, a negative one on the last.
+    """Spreads a positive reward evenly over all agent tokens; puts a negative one on the last.
 
     Arguments and result as in `last_token`.
     """
@@ -61,10 +59,10 @@ def uniform_positive(
 def discounted(
     mask_t: chex.Array, turn_ids_t: chex.Array, episode_reward: float | chex.Array, gamma: float
 ) -> jax.Array:
-    """Turns share the reward in proportion to gamma to the number of agent tokens after the turn.
+    """Splits the reward over turns in proportion to gamma ** (agent tokens after the turn).
 
-    Within a turn the share is spread evenly. The shares are normalised, so gamma 1 gives every turn
-    the same and the sum is the episode's reward, not that times the number of turns.
+    Each turn's share is spread evenly over its tokens. The shares are normalised: with gamma 1 all
+    turns get the same, and the sum is the episode reward, not a multiple of it.
 
     Args:
       mask_t, turn_ids_t, episode_reward: as in `last_token`.
@@ -89,14 +87,14 @@ def per_turn(
     episode_reward: float | chex.Array,
     step_rewards: chex.Array,
 ) -> jax.Array:
-    """Each step's reward on the last agent token of its turn; the rest of the total on the last.
+    """Puts each step reward on the last agent token of its turn, and the remainder on the last one.
 
-    A turn without an agent token passes its reward to the nearest agent token before it, or to the
-    first one of the sequence.
+    The reward of a turn without agent tokens goes to the nearest agent token before it, or else to
+    the first agent token of the sequence.
 
     Args:
       mask_t, turn_ids_t, episode_reward: as in `last_token`.
-      step_rewards: reward of each turn, [K], zeros at padding; every turn id is below K.
+      step_rewards: reward of each turn, [K], 0 for padding; every turn id is below K.
 
     Returns:
       Token rewards, [T].
@@ -115,7 +113,7 @@ def per_turn(
 
 Allocation = Callable[[chex.Array, chex.Array, chex.Array, chex.Array, float], jax.Array]
 
-# Each under one signature: (mask_t, turn_ids_t, episode_reward, step_rewards, gamma).
+# All have the signature (mask_t, turn_ids_t, episode_reward, step_rewards, gamma).
 ALLOCATIONS: dict[str, Allocation] = {
     "last_token": lambda mask, turns, total, steps, gamma: last_token(mask, turns, total),
     "uniform_positive": lambda mask, turns, total, steps, gamma: uniform_positive(
@@ -134,15 +132,15 @@ def allocate(
     step_rewards: chex.Array,
     gamma: float = 1.0,
 ) -> jax.Array:
-    """Token rewards of a padded batch of episodes by the allocation called `name`.
+    """Token rewards of a padded batch of episodes with the allocation `name`.
 
     Args:
       name: a key of ALLOCATIONS.
       mask: agent tokens, [B, T].
       turn_ids: int, [B, T].
       episode_rewards: [B].
-      step_rewards: [B, K]; only per_turn reads them.
-      gamma: discount per agent token; only discounted reads it.
+      step_rewards: [B, K]; used by per_turn only.
+      gamma: discount per agent token; used by discounted only.
 
     Returns:
       [B, T].

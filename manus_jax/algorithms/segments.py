@@ -1,8 +1,8 @@
-"""Sums over the segments of packed rows.
+"""Sums and means over the segments of packed rows.
 
-Several sequences share one row; what is sequence-level (a mean log-ratio, a product of importance
-ratios) is computed per segment and handed back to each of the segment's tokens, so that callers
-stay elementwise.
+Several sequences share one row. Sequence-level values (a mean log-ratio, a product of importance
+ratios) are computed per segment and broadcast to the segment's tokens, so that callers remain
+elementwise.
 """
 
 import chex
@@ -13,16 +13,16 @@ import jax.numpy as jnp
 def segment_total(
     x: chex.Array, mask: chex.Array, segment_ids: chex.Array, num_segments: int
 ) -> jax.Array:
-    """Sum of `x` over the agent tokens of each token's own segment.
+    """Sum of `x` over the agent tokens of each token's segment.
 
     Args:
       x: values, [rows, length].
-      mask: agent tokens, [rows, length]; the others add nothing, whatever they hold.
-      segment_ids: int, [rows, length], each row numbered on its own in [0, num_segments).
+      mask: agent tokens, [rows, length]; other tokens are ignored, whatever their values.
+      segment_ids: int, [rows, length], numbered per row in [0, num_segments).
       num_segments: static bound on the segments in a row.
 
     Returns:
-      [rows, length]: at each token the sum of its segment.
+      [rows, length]: the sum of each token's segment.
     """
     chex.assert_rank([x, mask, segment_ids], 2)
     chex.assert_equal_shape([x, mask, segment_ids])
@@ -37,7 +37,7 @@ def segment_total(
 def segment_mean(
     x: chex.Array, mask: chex.Array, segment_ids: chex.Array, num_segments: int
 ) -> jax.Array:
-    """Mean of `x` over the agent tokens of each token's own segment, 0 where there are none.
+    """Mean of `x` over the agent tokens of each token's segment; 0 if there are none.
 
     Shapes as in `segment_total`.
     """

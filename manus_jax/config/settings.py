@@ -244,7 +244,7 @@ class WarmStartSettings:
 
     steps: int = 0
     traces: int = 200  # episodes of training tasks: those that the oracle wins, and
-    random_share: float = 0.0  # this share that chance plays, for a model with much to unlearn
+    random_share: float = 0.0  # this share by a random policy, for a model with much to unlearn
     batch_size: int = 16
     lr: float = 1e-3
 
@@ -269,7 +269,7 @@ class TrainSettings:
     val_only: bool = False
     val_tasks: int = 64  # of each environment's test tasks, always the same
     val_temperature: float = 0.0
-    yardsticks: tuple[str, ...] = ()  # "oracle", "random": they play the validation tasks once
+    baselines: tuple[str, ...] = ()  # "oracle", "random": they play the validation tasks once
     max_bad_updates: int = 3  # in a row without a finite gradient, or steps without an episode
     turns_schedule: tuple[int, ...] = ()  # turn limits, one after the other; empty: max_turns
     turns_schedule_steps: int = 100  # how long each of them holds
@@ -287,12 +287,12 @@ class TrainSettings:
 
 @settings("evaluate")
 class EvaluateSettings:
-    """A fixed panel of tasks, and the policies that play it."""
+    """A fixed set of tasks, and the policies that play it."""
 
     policies: tuple[str, ...] = ()
     """"oracle", "random", or a path: a Hugging Face directory, a run, a checkpoint of one."""
     out_dir: str = ""
-    tasks_per_env: int = 50  # at most; a larger panel contains the smaller one
+    tasks_per_env: int = 50  # at most; a larger set contains the smaller one
     split: Literal["train", "test"] = "test"  # of embedded environments; the others have no splits
     task_files: tuple[str, ...] = ()  # tasks from files, in their order, in place of the split's
     samples: int = 1  # episodes per task: the k of avg@k and pass@k

@@ -1,13 +1,12 @@
-"""Conversations as exact tokens, through the model's own chat template.
+"""Conversations as exact token ids, rendered with the model's own chat template.
 
-The idea: tokens only ever grow. A prompt is what the template adds as text since the last turn
-ended, tokenized on its own and appended; a turn of the assistant is what the model would sample, up
-to and including its end-of-turn token. So the ids trained on are the ids a sampler sees and
-produces, turn by turn, and nothing is decoded and tokenized again. `ChatStream` gives the pieces to
-a rollout; `ChatStream.encode` strings them together for supervised training.
-
-Left out: tools in the template, images, and control tokens spelled out inside a message's text,
-which the tokenizer reads as control tokens, as it does everywhere else.
+The ids are append-only. A prompt is the text that the template adds after the previous turn,
+tokenized separately and appended; an assistant turn is what the model samples, up to and including
+its end-of-turn token. The ids used for training are therefore the ids that the sampler consumes and
+produces, and nothing is decoded and re-encoded. A rollout uses `ChatStream.start` and `extend`;
+supervised training uses `ChatStream.encode`, which concatenates the same pieces. Not supported:
+tools in the template, images, and escaping of control tokens in message text, which the tokenizer
+reads as control tokens.
 """
 
 import dataclasses
@@ -20,13 +19,13 @@ import numpy as np
 
 from manus_jax.errors import UserError
 
-if TYPE_CHECKING:  # Message is for readers of data too, who need not pay for this import
+if TYPE_CHECKING:  # modules that only need Message should not pay for this import
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 ROLES = {"human": "user", "env": "user", "gpt": "assistant"} | {
     role: role for role in ("system", "user", "assistant", "tool")
 }
-"""Names of roles in data → names of roles in chat templates."""
+"""Maps role names in data to role names in chat templates."""
 
 END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHATML = (
@@ -36,22 +35,22 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# Stand-ins for the turn a model will sample; its text must survive trimming and occur nowhere else.
+# Placeholder for a sampled turn; the text must survive trimming and not occur in any template.
 _SAMPLED = "sampled9f3b7c"
-_STAND_IN = [{"role": "user", "content": "user"}, {"role": "assistant", "content": _SAMPLED}]
+_PLACEHOLDER = [{"role": "user", "content": "user"}, {"role": "assistant", "content": _SAMPLED}]
 
 
 class ChatTemplateError(UserError, ValueError):
-    """A tokenizer has no chat template, or one whose turns cannot be told apart."""
+    """The tokenizer has no chat template, or one whose turns cannot be separated."""
 
 
 class ConversationError(UserError, ValueError):
-    """A conversation that cannot be read, or holds nothing to train on."""
+    """A conversation is malformed or has no turn to train on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:
-    """One turn; `train` says whether its tokens are the model's own, to be learned."""
+    """One message; `train` marks assistant messages whose tokens are trained on."""
 
     role: str
     content: str
@@ -60,17 +59,17 @@ class Message:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EncodedConversation:
-    """`turn_ends`: index of the last token of each assistant turn, from the first trained on."""
+    """`turn_ends`: last token index of each assistant turn, starting at the first trained turn."""
 
     input_ids: np.ndarray  # int32 [length]
-    loss_mask: np.ndarray  # bool [length]: True on the tokens to be learned
+    loss_mask: np.ndarray  # bool [length]: True on trained tokens
     turn_ends: tuple[int, ...]
 
 
 def message_from_record(record: dict[str, Any]) -> Message:
     """Reads `{"from", "value", "loss"}` (AgentGym, OpenManus) or `{"role", "content"}`.
 
-    An assistant's turn is trained unless its `loss` is false; no other turn ever is.
+    Assistant messages are trained on unless `loss` is false; other messages never are.
     """
     if not isinstance(record, dict):
         raise ConversationError(f"a message must be an object, got {type(record).__name__}")
@@ -79,7 +78,7 @@ def message_from_record(record: dict[str, Any]) -> Message:
     role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         raise ConversationError(
-            f"unknown role {name!r} under {who!r}; there are {', '.join(ROLES)}"
+            f"unknown role {name!r} under {who!r} (known: {', '.join(ROLES)})"
             if name is not None
             else f"a message needs a role under 'role' or 'from'; its keys are {list(record)}"
         )
@@ -90,13 +89,13 @@ def message_from_record(record: dict[str, Any]) -> Message:
 
 
 class ChatStream:
-    """The tokens of a conversation that grows turn by turn, for one tokenizer."""
+    """Encodes conversations turn by turn with one tokenizer."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         if not getattr(tokenizer, "chat_template", None):
             raise ChatTemplateError(
-                f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template: "
-                "use that of an instruction-tuned model, or set tokenizer.chat_template"
+                f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; "
+                "use an instruction-tuned model's tokenizer, or set tokenizer.chat_template"
             )
         self._tokenizer = tokenizer
         tail = self._after_sampled([], add_generation_prompt=False)
@@ -105,31 +104,31 @@ class ChatStream:
         found = [(tail.index(token), -len(token), token) for token in special if token in tail]
         if not found:
             raise ChatTemplateError(
-                f"the chat template ends an assistant's turn with {tail!r}, which holds no special "
+                f"the chat template ends an assistant turn with {tail!r}, which has no special "
                 "token that the model could sample to end its turn"
             )
         start, _, token = min(found)
         self._stop_text, self._after_stop = tail[: start + len(token)], tail[start + len(token) :]
         self.stop_id: int = tokenizer.convert_tokens_to_ids(token)
-        """The token with which the model ends its turn: a sampler must stop on it."""
+        """The end-of-turn token; a sampler must stop on it."""
 
     def start(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of the opening prompt, up to where the assistant begins to speak."""
+        """Ids of the first prompt, including the header of the assistant turn."""
         return self._tokenize([self._render([_as_dicts(messages)], True)[0]])[0]
 
     def extend(self, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Ids that follow the turn `sampled` when `messages` answer it, up to the next turn.
+        """Ids to append after the turn `sampled` and `messages`, up to the next assistant turn.
 
-        Where the sampled turn was cut before its end-of-turn token, that token comes first here;
-        the model did not sample it, and it must not be trained on.
+        If the sampled turn was truncated before its end-of-turn token, the result starts with that
+        token. The model did not sample it, so it must not be trained on.
         """
         if not messages:
             raise ConversationError("extend needs the messages that follow the sampled turn")
         rest = self._after_sampled(_as_dicts(messages), add_generation_prompt=True)
         if not rest.startswith(self._stop_text):
             raise ChatTemplateError(
-                f"the chat template ends an assistant's turn with {self._stop_text!r} when it is "
-                f"the last, but continues {rest[:40]!r} when a {messages[0].role} answers"
+                f"the chat template ends the last assistant turn with {self._stop_text!r}, but "
+                f"continues with {rest[:40]!r} when a {messages[0].role} message follows"
             )
         ended = len(sampled) > 0 and sampled[-1] == self.stop_id
         return self._tokenize([rest[len(self._stop_text) :] if ended else rest])[0]
@@ -137,11 +136,11 @@ class ChatStream:
     def encode(
         self, messages: Sequence[Message], name: str = "conversation"
     ) -> EncodedConversation:
-        """Tokens and loss mask of a whole conversation, as its turns would have been sampled.
+        """Tokens and loss mask of a whole conversation, split into turns as in a rollout.
 
-        All before the first trained turn is one opening prompt, as `start` gives it. The mask
-        covers what the model must sample: a trained turn's text and its end-of-turn token, not
-        what the template writes after that. `name` is how errors call this conversation.
+        Everything before the first trained turn is one prompt, as from `start`. The mask covers
+        what the model samples: the text of a trained turn and its end-of-turn token, but not what
+        the template writes after it. `name` identifies the conversation in errors.
         """
         turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
         trained = [i for i in turns if messages[i].train]
@@ -150,28 +149,28 @@ class ChatStream:
             raise ConversationError(f"{name} has no assistant turn {what}")
         if trained[0] == 0:
             raise ConversationError(
-                f"{name} opens with an assistant turn; a prompt must precede it"
+                f"{name} starts with an assistant turn; a prompt must precede it"
             )
         turns = turns[turns.index(trained[0]) :]
         chat = _as_dicts(messages)
         prompts = self._render([chat[:i] for i in turns], True)
         wholes = self._render([chat[: i + 1] for i in turns], False)
 
-        done = ""  # the text whose tokens are in `segments`: it ends with an end-of-turn token
+        done = ""  # the text covered by `segments`; it ends with an end-of-turn token
         segments: list[tuple[str, bool]] = []
         for number, (i, prompt, whole) in enumerate(zip(turns, prompts, wholes, strict=True)):
             if not prompt.startswith(done):
                 raise ChatTemplateError(
                     f"{name}: the chat template rewrites history: message {turns[number - 1]} "
-                    f"(assistant) reads differently once message {i} is to follow; set a "
-                    "tokenizer.chat_template that leaves earlier turns as they were"
+                    f"(assistant) is rendered differently when message {i} follows; set a "
+                    "tokenizer.chat_template that keeps earlier turns unchanged"
                 )
             if not whole.startswith(prompt) or not whole.endswith(
                 self._stop_text + self._after_stop
             ):
                 raise ChatTemplateError(
-                    f"{name}: the chat template renders message {i} (assistant) as something other "
-                    f"than its prompt, its text and {self._stop_text!r}: {whole[-60:]!r}"
+                    f"{name}: the chat template does not render message {i} (assistant) as its "
+                    f"prompt, its text and {self._stop_text!r}: {whole[-60:]!r}"
                 )
             end = len(whole) - len(self._after_stop)
             segments += [
@@ -184,7 +183,7 @@ class ChatStream:
             if not whole.startswith(done):
                 raise ChatTemplateError(
                     f"{name}: the chat template rewrites history: message {turns[-1]} (assistant) "
-                    f"reads differently once message {len(messages) - 1} follows"
+                    f"is rendered differently when message {len(messages) - 1} follows"
                 )
             segments.append((whole[len(done) :], False))
 
@@ -197,12 +196,12 @@ class ChatStream:
         )
 
     def _after_sampled(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        # Rendered after a stand-in: a rollout keeps what it sampled, whatever a template would make
-        # of it in retrospect, and the cost does not grow with the length of the episode.
-        text = self._render([_STAND_IN + messages], add_generation_prompt)[0]
+        # Rendered after a placeholder: a rollout keeps what it sampled even if the template would
+        # rewrite it later, and the cost does not grow with the length of the episode.
+        text = self._render([_PLACEHOLDER + messages], add_generation_prompt)[0]
         _, found, rest = text.partition(_SAMPLED)
         if not found:
-            raise ChatTemplateError(f"the chat template leaves out the assistant's turn: {text!r}")
+            raise ChatTemplateError(f"the chat template omits the assistant turn: {text!r}")
         return rest
 
     def _render(self, chats: list[list[dict[str, str]]], add_generation_prompt: bool) -> list[str]:
@@ -212,7 +211,7 @@ class ChatStream:
             )
         except jinja2.TemplateError as error:
             roles = [message["role"] for message in chats[-1]]
-            raise ChatTemplateError(f"the chat template refuses roles {roles}: {error}") from error
+            raise ChatTemplateError(f"the chat template rejects roles {roles}: {error}") from error
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
         return self._tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -221,10 +220,10 @@ class ChatStream:
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, out_dir: str | os.PathLike[str] | None = None
 ) -> "PreTrainedTokenizerFast":
-    """A byte-level BPE tokenizer with a ChatML template, trained on `texts`: no download.
+    """Trains a byte-level BPE tokenizer with a ChatML template on `texts`, without downloads.
 
-    The same texts give the same tokenizer. The vocabulary is smaller than `vocab_size` where the
-    texts have no more pairs to merge. Saved to `out_dir`, it loads with AutoTokenizer and vLLM.
+    The result is deterministic. The vocabulary is smaller than `vocab_size` if the texts have no
+    more pairs to merge. A tokenizer saved to `out_dir` loads with AutoTokenizer and vLLM.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -1,13 +1,11 @@
-"""The decoder over a cache of keys and values: filling it with tokens, and decoding from it.
+"""The decoder with a KV cache: prefill and decode programs.
 
-The one idea: a token's result depends on its own stream and on nothing else. Keys and values are
-written to the cache first and then read from it in blocks at fixed places, rows never mix, and what
-a mask hides adds exact zeros. So it makes no difference how a prompt is cut, which slot it is in,
-what else runs beside it, or where a dispatch ends.
-
-Each block of each layer is an array of its own and layers are unrolled, because a matrix product
-over a part of an array copies that part, at every step. Blocks double in size; those that no stream
-in the batch has reached yet are skipped.
+The result for a token depends only on its own stream. Keys and values are first written to the
+cache and then read in blocks at fixed positions, rows never mix, and masked positions add exact
+zeros. Results therefore do not depend on how a prompt is chunked, on the slot, on other streams in
+the batch, or on where a dispatch ends. Each block of each layer is a separate array, and layers are
+unrolled, because a matrix product with a slice of an array copies the slice in every step. Blocks
+double in size; blocks that no stream in the batch has reached are skipped.
 """
 
 import dataclasses
@@ -25,7 +23,7 @@ from manus_jax.engines.sampling import Controls, no_controls, sample
 from manus_jax.learner.mesh import batch_shards, param_shardings, replicated
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import BATCH_AXES
-from manus_jax.models.plain_attention import NEGATIVE
+from manus_jax.models.plain_attention import MASK_VALUE
 from manus_jax.models.transformer import (
     Compute,
     Params,
@@ -42,17 +40,17 @@ NO_SLOT = 2**30
 
 Weights = dict[str, Any]
 Blocks = tuple[jax.Array, ...]
-"""Consecutive parts [slots, kv_heads, length, head_dim] of all slots' keys, or values."""
+"""Consecutive blocks [slots, kv_heads, length, head_dim] of the keys (or values) of all slots."""
 Cache = tuple[tuple[Blocks, Blocks], ...]
-"""Per layer, keys and values."""
-Running = tuple[jax.Array, jax.Array, jax.Array]
-"""Of a softmax so far: the highest score, the mass relative to it, and the weighted sum."""
+"""Keys and values of each layer."""
+SoftmaxState = tuple[jax.Array, jax.Array, jax.Array]
+"""Partial softmax: the maximum score, the sum of exponentials relative to it, the weighted sum."""
 
 
 class Chunks(NamedTuple):
-    """Tokens to be written to the cache: chunks of streams, several of one stream if it is long.
+    """Chunks of token streams to prefill; a long stream may have several.
 
-    `rows` int32 [rows] is each chunk's slot, `tokens` and `positions` are int32 [rows, chunk];
+    `rows` int32 [rows] is the slot of each chunk. `tokens` and `positions` are int32 [rows, chunk];
     position -1 is padding.
     """
 
@@ -62,11 +60,11 @@ class Chunks(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """Streams to be decoded, one per lane; a lane of budget 0 is empty.
+    """Streams to decode, one per lane; a lane with budget 0 is empty.
 
-    All are [lanes]: `rows` the slot, or None where lane and slot are the same, `tokens` the last
-    token of the stream, which is not in the cache yet, `positions` its place, `budget` the number
-    of tokens wanted; `stop_ids` is [lanes, MAX_STOP_IDS], padded with -1.
+    Fields are [lanes]: `rows` is the slot, or None if lane i is slot i; `tokens` is the last token
+    of the stream, which is not in the cache yet; `positions` is its position; `budget` is the
+    number of tokens to generate. `stop_ids` is [lanes, MAX_STOP_IDS], padded with -1.
     """
 
     rows: Any
@@ -78,7 +76,7 @@ class Lanes(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """`tokens` and `log_probs` [steps, lanes]; a lane's first `counts` [lanes] of them are real."""
+    """`tokens` and `log_probs` [steps, lanes], of which the first `counts` [lanes] are valid."""
 
     tokens: Any
     log_probs: Any
@@ -87,10 +85,10 @@ class Decoded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CachedDecoder:
-    """The programs of one model, compiled once for all decoders that are equal.
+    """The compiled programs of one model, shared by all equal decoders.
 
-    `slots` is a multiple of 16 (see `lane_sizes`); `max_steps` bounds the tokens per lane that one
-    call of `decode` may produce. Programs take the cache's buffers and give them back.
+    `slots` is a multiple of 16 (see `lane_sizes`). `max_steps` bounds the tokens per lane and call
+    of `decode`. Programs donate the cache's buffers and return them.
     """
 
     arch: Architecture
@@ -101,9 +99,9 @@ class CachedDecoder:
     mesh: Mesh | None = None
 
     def cache_sharding(self) -> Sharding:
-        """Heads over "tensor"; slots over the batch axes where they divide."""
+        """Heads over "tensor" and slots over the batch axes, where divisible."""
         if self.mesh is None:
-            return self._everywhere()
+            return self._replicated()
         rows = BATCH_AXES if self.slots % batch_shards(self.mesh) == 0 else None
         heads = "tensor" if self.arch.num_kv_heads % self.mesh.shape["tensor"] == 0 else None
         return NamedSharding(self.mesh, P(rows, heads, None, None))
@@ -117,11 +115,12 @@ class CachedDecoder:
         return tuple((part(), part()) for _ in range(self.arch.num_layers))
 
     def weights(self, params: Params) -> Weights:
-        """A copy of the policy's parameters in the compute type, a dict per layer.
+        """A copy of the policy's parameters in the compute type, with one dict per layer.
 
-        A copy even where nothing changes: the learner gives its own buffers away at every update.
+        The copy is needed even if the type is the same: the learner donates its buffers in every
+        update.
         """
-        shardings = self._everywhere() if self.mesh is None else param_shardings(params, self.mesh)
+        shardings = self._replicated() if self.mesh is None else param_shardings(params, self.mesh)
         return self._unstack(jax.device_put(params, shardings))
 
     @functools.cached_property
@@ -155,30 +154,30 @@ class CachedDecoder:
         return jax.jit(unstack, out_shardings={**out, "layers": (layer,) * self.arch.num_layers})
 
     def place(self, batch: Any) -> Any:
-        """Host arrays on the device, explicitly, as a transfer guard demands."""
-        return jax.device_put(batch, self._everywhere())
+        """Puts host arrays on the device explicitly, as a transfer guard requires."""
+        return jax.device_put(batch, self._replicated())
 
-    def _everywhere(self) -> Sharding:
+    def _replicated(self) -> Sharding:
         if self.mesh is None:
             return SingleDeviceSharding(jax.local_devices()[0])
         return replicated(self.mesh)
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
     def fill(self, weights: Weights, cache: Cache, chunks: Chunks) -> Cache:
-        """Writes the chunks' keys and values. The last layer's output is never computed."""
-        return self._settled(self._forward(weights, cache, *chunks)[1])
+        """Writes the keys and values of the chunks; the last layer's output is not computed."""
+        return self._constrain(self._forward(weights, cache, *chunks)[1])
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
     def copy(self, cache: Cache, source: jax.Array, target: jax.Array) -> Cache:
-        """Writes all of slot `source` to slot `target`."""
+        """Copies slot `source` to slot `target`."""
 
         def move(x: jax.Array) -> jax.Array:
             row = jax.lax.dynamic_index_in_dim(x, source, axis=0)
             return jax.lax.dynamic_update_index_in_dim(x, row, target, axis=0)
 
-        return self._settled(jax.tree.map(move, cache))
+        return self._constrain(jax.tree.map(move, cache))
 
-    def _settled(self, cache: Cache) -> Cache:
+    def _constrain(self, cache: Cache) -> Cache:
         if self.mesh is None:
             return cache
         return jax.lax.with_sharding_constraint(cache, self.cache_sharding())
@@ -187,7 +186,7 @@ class CachedDecoder:
     def decode(
         self, weights: Weights, cache: Cache, lanes: Lanes, steps: jax.Array
     ) -> tuple[Cache, Decoded]:
-        """Up to `steps` tokens per lane, fewer where a lane meets a stop id or its budget."""
+        """Decodes up to `steps` tokens per lane, fewer if a lane hits a stop id or its budget."""
         head = weights["embed" if self.arch.tie_embeddings else "lm_head"]
         width = lanes.tokens.shape[0]
 
@@ -216,7 +215,7 @@ class CachedDecoder:
         )
         start = (jnp.int32(0), cache, lanes.tokens, lanes.budget > 0, empty)
         end = jax.lax.while_loop(lambda s: (s[0] < steps) & jnp.any(s[3]), step, start)
-        return self._settled(end[1]), end[4]
+        return self._constrain(end[1]), end[4]
 
     def _forward(
         self,
@@ -226,7 +225,7 @@ class CachedDecoder:
         tokens: jax.Array,
         positions: jax.Array,
     ) -> tuple[jax.Array, Cache]:
-        """Hidden states [rows, chunk, hidden] of the tokens, and the cache that holds them."""
+        """Hidden states [rows, chunk, hidden] of the tokens, and the updated cache."""
         rope = rope_angles(positions, self.arch)
         x = jnp.take(weights["embed"], tokens, axis=0)
         layers = []
@@ -250,15 +249,15 @@ class CachedDecoder:
 
 
 def _transposed(x: jax.Array) -> jax.Array:
-    """`x` [rows, in] as [in, rows] in memory; XLA would fold a plain transpose into the product."""
+    """Materialises the transpose [in, rows] of `x`, which XLA would fuse into the product."""
     return jax.lax.optimization_barrier(x.T)
 
 
 def _weights_first(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
-    """`one_by_one` with the weights as the left operands.
+    """`separate` with the weights as the left operands.
 
-    CPU kernels repack their right operand on every call. With few rows to share the cost that
-    would be most of the work if it were the weights.
+    CPU kernels repack their right operand on every call. With few rows, repacking the weights would
+    be most of the work.
     """
     columns = _transposed(x.reshape(-1, x.shape[-1]))
     ys = (jnp.einsum("oi,ir->or", w, columns) for w in weights)
@@ -266,7 +265,7 @@ def _weights_first(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
 
 
 def write(blocks: Blocks, new: jax.Array, rows: jax.Array | None, positions: jax.Array) -> Blocks:
-    """Puts `new` [rows, chunk, kv_heads, dim] at `positions` [rows, chunk] of its rows' slots.
+    """Writes `new` [rows, chunk, kv_heads, dim] at `positions` [rows, chunk] of the slots `rows`.
 
     Padding (position -1) is dropped.
     """
@@ -285,7 +284,7 @@ def attend_cache(
 ) -> jax.Array:
     """Attention of `q` [rows, chunk, heads, dim] over the slots of `rows`, up to `positions`.
 
-    Block by block with a running softmax; `positions` is [rows, chunk].
+    Computed block by block with an online softmax; `positions` is [rows, chunk].
     """
     count, chunk, heads, dim = q.shape
     kv_heads = keys[0].shape[1]
@@ -298,15 +297,15 @@ def attend_cache(
     def scores_of(part: jax.Array) -> jax.Array:
         if chunk > 1:
             return jnp.einsum("rhmd,rhtd->rhmt", queries, part, preferred_element_type=jnp.float32)
-        # As in `_weights_first`: the larger operand is the left one.
+        # As in `_weights_first`, the larger operand is on the left.
         right = jax.lax.optimization_barrier(queries.swapaxes(2, 3))
         scores = jnp.einsum("rhtd,rhdm->rhtm", part, right, preferred_element_type=jnp.float32)
         return jax.lax.optimization_barrier(scores).swapaxes(2, 3)
 
-    def add(carry: Running, start: int, key: jax.Array, value: jax.Array) -> Running:
+    def add(carry: SoftmaxState, start: int, key: jax.Array, value: jax.Array) -> SoftmaxState:
         top, mass, out = carry
         visible = start + jnp.arange(key.shape[2]) <= last
-        scores = jnp.where(visible, scores_of(of_rows(key)), NEGATIVE)
+        scores = jnp.where(visible, scores_of(of_rows(key)), MASK_VALUE)
         higher = jnp.maximum(top, scores.max(axis=-1))
         weights = jnp.exp(scores - higher[..., None])
         shrink = jnp.exp(top - higher)
@@ -319,8 +318,8 @@ def attend_cache(
         return higher, mass * shrink + weights.sum(axis=-1), out * shrink[..., None] + added
 
     shape = queries.shape[:-1]
-    carry: Running = (
-        jnp.full(shape, NEGATIVE, jnp.float32),
+    carry: SoftmaxState = (
+        jnp.full(shape, MASK_VALUE, jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(queries.shape, jnp.float32),
     )
@@ -339,7 +338,7 @@ def attend_cache(
 
 
 def block_lengths(max_length: int) -> tuple[int, ...]:
-    """The lengths of a cache's blocks: each as long as all before it, the last as is needed."""
+    """Block lengths of a cache: each as long as all before it, the last as long as needed."""
     lengths = [FIRST_BLOCK]
     while (total := sum(lengths)) < max_length:
         lengths.append(min(total, -(-(max_length - total) // FIRST_BLOCK) * FIRST_BLOCK))
@@ -347,9 +346,9 @@ def block_lengths(max_length: int) -> tuple[int, ...]:
 
 
 def lane_sizes(slots: int) -> tuple[int, ...]:
-    """How many lanes a dispatch may have, ascending; the last is a lane for every slot.
+    """The numbers of lanes a dispatch may have, ascending; the last has a lane for every slot.
 
-    The products of a CPU give a row the same bits at any number of rows that fills their tiles.
+    CPU matrix products give a row the same bits for any number of rows that fills their tiles.
     """
     if slots <= 128:
         return (-(-slots // 16) * 16,)
@@ -357,7 +356,7 @@ def lane_sizes(slots: int) -> tuple[int, ...]:
 
 
 def empty_lanes(width: int, slots: int) -> Lanes:
-    """Host arrays for a dispatch, to be filled in; a row past the last slot writes nothing."""
+    """Host arrays to fill in for a dispatch; a row past the last slot writes nothing."""
     return Lanes(
         rows=None if width == slots else np.full(width, NO_SLOT, np.int32),
         tokens=np.zeros(width, np.int32),
@@ -369,7 +368,7 @@ def empty_lanes(width: int, slots: int) -> Lanes:
 
 
 def empty_chunks(rows: int, chunk: int) -> Chunks:
-    """As `empty_lanes`."""
+    """Like `empty_lanes`, for a prefill dispatch."""
     return Chunks(
         rows=np.full(rows, NO_SLOT, np.int32),
         tokens=np.zeros((rows, chunk), np.int32),

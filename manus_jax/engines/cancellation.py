@@ -1,7 +1,7 @@
-"""Ending many episodes at once, promptly, wherever each of them is waiting.
+"""Prompt cancellation of many episodes at once.
 
-The one idea: threads wait on events, never in a polling loop, and `cancel` knows all of them. A
-thread inside a call to an environment server notices when the call returns.
+Threads wait on events that `cancel` can set; nothing polls. A thread that is inside a call to an
+environment server notices the cancellation when the call returns.
 """
 
 import threading
@@ -11,7 +11,7 @@ from manus_jax.engines.protocol import EngineError, Generation
 
 
 class Cancelled(Exception):
-    """The episode is to end now."""
+    """The episode was cancelled."""
 
 
 class Cancellation:
@@ -31,7 +31,7 @@ class Cancellation:
             wake.set()
 
     def check(self) -> None:
-        """Raises Cancelled once `cancel` was called."""
+        """Raises Cancelled if `cancel` was called."""
         if self._event.is_set():
             raise Cancelled
 
@@ -40,7 +40,7 @@ class Cancellation:
             raise Cancelled
 
     def result(self, future: "Future[Generation]", timeout: float) -> Generation:
-        """The engine's answer; EngineError when it does not come in time or was withdrawn."""
+        """Waits for a generation; EngineError on a timeout or if the engine cancelled it."""
         wake = threading.Event()
         with self._lock:
             self._waiting[wake] = future
@@ -56,8 +56,8 @@ class Cancellation:
         self.check()
         if not in_time:
             future.cancel()
-            raise EngineError(f"the engine did not answer within {timeout:g} s")
+            raise EngineError(f"the engine did not respond within {timeout:g} s")
         try:
             return future.result()
         except CancelledError:
-            raise EngineError("the engine withdrew the request") from None
+            raise EngineError("the engine cancelled the request") from None

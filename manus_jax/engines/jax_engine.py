@@ -1,16 +1,15 @@
-"""The embedded engine: continuous batching in this process, on the learner's own devices.
+"""The embedded engine: continuous batching in the training process, on the learner's devices.
 
-The one idea: one thread owns the device and repeats four things. It takes what arrived, gives free
-slots to waiting requests, fills a bounded number of prompt tokens, and decodes a few steps for
-every stream that is ready. Everything else (submitting, cancelling, releasing, new weights) leaves
-a note which the thread reads before its next dispatch.
+One thread owns the device and repeats four steps: it takes new requests, assigns free slots to
+waiting ones, prefills a bounded number of prompt tokens, and decodes a few steps of every stream
+that is ready. All other operations (submit, cancel, release, new weights) are queued and take
+effect before the thread's next dispatch.
 
-A generation depends on its prompt, seed and weights alone; what else is in the batch, the slot and
-the timing do not matter. On CPU this holds to the bit as long as no session is evicted between its
-turns (keys and values computed again by another program may differ in their last bits), so give
-the engine at least as many slots as there are episodes in flight.
-
-Left out: paging, speculative decoding, and overlapping the host's bookkeeping with the device.
+A generation depends only on its prompt, seed and weights, not on the batch, the slot or timing. On
+CPU this is exact to the bit as long as no session is evicted between its turns, because keys and
+values recomputed by another program may differ in the last bits; so use at least as many slots as
+there are episodes in flight. Not implemented: paging, speculative decoding, and overlap of host
+work with the device.
 """
 
 import dataclasses
@@ -35,20 +34,20 @@ from manus_jax.engines.cached_decoder import (
 )
 from manus_jax.engines.protocol import EngineError, FinishReason, Generation, Request
 from manus_jax.engines.sampling import problem_with
-from manus_jax.engines.slots import Slot, SlotTable, cut_pieces
+from manus_jax.engines.slots import Slot, SlotTable, prefill_pieces
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Params
 
 Decode = Callable[[list[int]], str]
 StaleKV = Literal["recompute", "keep"]
 
-# After a pause, requests come in bursts; a batch that starts whole stays in step.
+# Requests arrive in bursts after a pause; a batch that starts together stays together.
 _BURST_SECONDS = 0.002
 
 
 @dataclasses.dataclass
 class Counters:
-    """What the engine has done since it started; seconds are those the device was at work."""
+    """Totals since the engine started; seconds are device time."""
 
     generated_tokens: int = 0
     prefill_tokens: int = 0
@@ -62,7 +61,7 @@ class Counters:
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A request on its way, and what has been made of it."""
+    """A request in progress and what has been generated for it."""
 
     request: Request
     future: "Future[Generation]"
@@ -71,7 +70,7 @@ class Job:
     versions: list[int] = dataclasses.field(default_factory=list)
 
     @property
-    def made(self) -> int:
+    def generated(self) -> int:
         return len(self.log_probs)
 
 
@@ -80,23 +79,24 @@ class JaxEngine:
 
     Args:
       arch: the model's architecture.
-      params: the policy's parameters; copied, never kept.
-      version: their number.
-      slots: streams that are kept at once, running or idle between turns.
-      max_length: tokens that a prompt and its generation may have together.
-      decode: ids to text, wanted only for stop strings.
-      dtype: of the weights, the cache and the computation.
-      mesh: where to run; by default the first device.
-      queue_size: requests that may wait for a slot; one more is an `EngineError`.
-      max_steps: tokens per stream and dispatch. More save overhead, fewer let requests in sooner.
-      prefill_rows, prefill_chunk: a dispatch fills at most `rows * chunk` prompt tokens. There is
-        one shape: another would sum in another order, and bits would depend on the timing.
-      stale_kv: what new weights mean for a generation in flight. "recompute" fills its stream
-        again, so that every log-prob is exactly that of its token's version. "keep" goes on at
-        once: later tokens attend to keys and values of older weights, so their log-probs are
-        those of the distribution they were drawn from, which is a mixture of versions.
-      compile_ahead: compile every program before the first request is served, in the engine's
-        thread, rather than each when it is first needed.
+      params: the policy's parameters; the engine copies them.
+      version: the version of `params`.
+      slots: number of streams in the cache, running or idle between turns.
+      max_length: maximum number of tokens of a prompt and its generation together.
+      decode: converts ids to text; required only for stop strings.
+      dtype: type of the weights, the cache and the computation.
+      mesh: the devices to use; by default the first device.
+      queue_size: maximum number of waiting requests; a further one is an `EngineError`.
+      max_steps: tokens per stream and dispatch. A larger number reduces overhead, a smaller one
+        admits new requests sooner.
+      prefill_rows, prefill_chunk: a dispatch prefills at most `rows * chunk` prompt tokens. The
+        shape is fixed: another one would sum in another order and make results depend on timing.
+      stale_kv: how new weights affect generations in flight. "recompute" prefills the stream again,
+        so that each log-prob is exactly that of its token's version. "keep" continues immediately:
+        later tokens attend to keys and values of older weights, and their log-probs are those of
+        the mixed distribution they were sampled from.
+      compile_ahead: compile all programs in the engine's thread before serving the first request,
+        instead of each on first use.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class JaxEngine:
     ) -> None:
         if max_length > arch.max_positions:
             raise EngineError(
-                f"max_length {max_length} is beyond the model's {arch.max_positions} positions"
+                f"max_length {max_length} exceeds the model's {arch.max_positions} positions"
             )
         self._max_length = max_length
         self._decode_text = decode
@@ -141,10 +141,10 @@ class JaxEngine:
         self._counters = Counters()
         self._waiting: deque[Job] = deque()
 
-        # What other threads leave for the engine's own, and nothing else, is under this lock.
-        self._notes = threading.Condition()
+        # Guards what other threads pass to the engine's thread, and nothing else.
+        self._inbox = threading.Condition()
         self._arrived: list[Job] = []
-        self._errands: list[Callable[[], None]] = []
+        self._commands: list[Callable[[], None]] = []
         self._version = version
         self._closed: str | None = None
         self._thread = threading.Thread(target=self._run, name="jax-engine", daemon=True)
@@ -159,52 +159,52 @@ class JaxEngine:
         return self._max_length
 
     def submit(self, request: Request) -> "Future[Generation]":
-        """Raises EngineError for a request that can never be served, and when the queue is full."""
+        """Raises EngineError if the request is invalid or the queue is full."""
         self._check(request)
         budget = min(request.sampling.max_tokens, self._max_length - len(request.prompt_ids))
         job = Job(request, Future(), budget)
-        with self._notes:
+        with self._inbox:
             if self._closed is not None:
                 raise EngineError(self._closed)
             queued = len(self._arrived) + len(self._waiting)
             if queued >= self._queue_size:
                 raise EngineError(
-                    f"{queued} requests are waiting already, as many as the queue holds; "
-                    "play fewer episodes at once or raise queue_size"
+                    f"the queue is full with {queued} requests; "
+                    "run fewer episodes at once or raise queue_size"
                 )
             self._arrived.append(job)
-            self._notes.notify()
+            self._inbox.notify()
         return job.future
 
     def release(self, session: str) -> None:
-        with self._notes:
+        with self._inbox:
             if self._closed is None:
-                self._leave(lambda: self._table.release(session))
+                self._enqueue(lambda: self._table.release(session))
 
     def update_weights(self, params: Params, version: int) -> None:
-        """Takes effect before the next dispatch. Streams kept for idle sessions are computed again
-        when next used; see `stale_kv` for those in flight."""
+        """Takes effect before the next dispatch. Streams of idle sessions are recomputed when they
+        are next used; see `stale_kv` for generations in flight."""
         weights = self._decoder.weights(params)
 
         def swap() -> None:
             self._weights, self._running_version = weights, version
             keep = self._stale_kv == "keep"
-            self._table.invalidate(keep=lambda slot: keep and slot.job.made > 0)
+            self._table.invalidate(keep=lambda slot: keep and slot.job.generated > 0)
 
-        with self._notes:
-            self._leave(swap)
+        with self._inbox:
+            self._enqueue(swap)
             self._version = version
 
     def close(self) -> None:
-        """Ends the thread; requests that wait or run fail."""
-        with self._notes:
+        """Stops the thread; waiting and running requests fail."""
+        with self._inbox:
             self._closed = self._closed or "the engine is closed"
-            self._notes.notify()
+            self._inbox.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def metrics(self) -> dict[str, float]:
-        """Counters since the start, and what goes on now."""
+        """Counters since the start, and current gauges."""
         counters = dataclasses.asdict(self._counters)
         return {
             **counters,
@@ -222,27 +222,27 @@ class JaxEngine:
             problem = "the prompt is empty"
         elif len(ids) >= self._max_length:
             problem = (
-                f"the prompt has {len(ids)} tokens and the engine's max_length is "
-                f"{self._max_length}; nothing can be generated"
+                f"the prompt has {len(ids)} tokens; max_length = {self._max_length} leaves no room "
+                "for a generation"
             )
         elif min(ids) < 0 or max(ids) >= vocab:
-            problem = f"prompt ids must lie in 0..{vocab - 1}: {min(ids)}..{max(ids)}"
+            problem = f"prompt ids must be in 0..{vocab - 1}, got {min(ids)}..{max(ids)}"
         elif len(how.stop_ids) > MAX_STOP_IDS:
-            problem = f"{len(how.stop_ids)} stop ids; the engine takes {MAX_STOP_IDS}"
+            problem = f"{len(how.stop_ids)} stop ids; the engine supports at most {MAX_STOP_IDS}"
         elif how.stop_strings and self._decode_text is None:
-            problem = "stop strings need an engine that was given `decode`"
+            problem = "stop strings need an engine with `decode`"
         if problem is not None:
             raise EngineError(f"session {request.session!r}: {problem}")
 
-    def _leave(self, errand: Callable[[], None]) -> None:
-        with self._notes:
+    def _enqueue(self, command: Callable[[], None]) -> None:
+        with self._inbox:
             if self._closed is not None:
                 raise EngineError(self._closed)
-            self._errands.append(errand)
-            self._notes.notify()
+            self._commands.append(command)
+            self._inbox.notify()
 
     def _compile_all(self) -> None:
-        """Runs every program there is on nothing; no request compiles anything after it."""
+        """Runs every program on empty input, so that no request has to wait for compilation."""
         place = self._decoder.place
         chunks = place(empty_chunks(*self._prefill_shape))
         self._cache = self._decoder.fill(self._weights, self._cache, chunks)
@@ -256,40 +256,40 @@ class JaxEngine:
         try:
             if self._compile_ahead:
                 self._compile_all()
-            while self._take_notes():
-                self._withdraw_cancelled()
+            while self._take_inbox():
+                self._drop_cancelled()
                 self._admit()
                 self._fill_some()
                 self._decode_some()
-        except Exception as error:  # whoever waits must hear of it, whatever it was
-            reason = f"the engine died: {type(error).__name__}: {error}"
-        with self._notes:
+        except Exception as error:  # reported to all pending requests
+            reason = f"the engine failed: {type(error).__name__}: {error}"
+        with self._inbox:
             self._closed = reason
             jobs = [*self._arrived, *self._waiting, *(s.job for s in self._table.busy)]
         for job in jobs:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(EngineError(reason))
 
-    def _take_notes(self) -> bool:
-        """Waits for something to do, and runs the errands; False when the engine is to end."""
-        with self._notes:
-            while not (self._arrived or self._errands or self._waiting or self._table.busy):
+    def _take_inbox(self) -> bool:
+        """Waits for work and runs queued commands; returns False if the engine is closed."""
+        with self._inbox:
+            while not (self._arrived or self._commands or self._waiting or self._table.busy):
                 if self._closed is not None:
                     return False
-                self._notes.wait()
-                while self._arrived and self._notes.wait(_BURST_SECONDS):
+                self._inbox.wait()
+                while self._arrived and self._inbox.wait(_BURST_SECONDS):
                     pass
             if self._closed is not None:
                 return False
-            # Together, so that a request never overtakes weights that were there before it.
+            # Taken together, so that a request never overtakes weights set before it.
             arrived, self._arrived = self._arrived, []
-            errands, self._errands = self._errands, []
+            commands, self._commands = self._commands, []
             self._waiting.extend(arrived)
-        for errand in errands:
-            errand()
+        for command in commands:
+            command()
         return True
 
-    def _withdraw_cancelled(self) -> None:
+    def _drop_cancelled(self) -> None:
         for slot in self._table.busy:
             if slot.job.future.cancelled():
                 slot.job.future.set_running_or_notify_cancel()
@@ -299,7 +299,7 @@ class JaxEngine:
             self._waiting.remove(job)
 
     def _admit(self) -> None:
-        """Sessions whose stream is kept come first: nobody need be evicted for them."""
+        """Assigns slots; sessions with a cached stream come first, as they need no eviction."""
         kept = {s.session for s in self._table.slots if s.job is None and s.session is not None}
         self._waiting = deque(sorted(self._waiting, key=lambda j: j.request.session not in kept))
         while self._waiting:
@@ -311,8 +311,8 @@ class JaxEngine:
             self._waiting.popleft()
 
     def _fill_some(self) -> None:
-        """Fills about as many tokens as a round of decoding makes, so that neither holds up the
-        other for long, and copies what other slots have."""
+        """Prefills about as many tokens as a decode round generates, so that neither delays the
+        other for long, and copies prefixes that other slots have."""
         room = self._max_steps * len(self._table.busy)
         while room > 0:
             pending = [s for s in self._table.busy if s.missing > 0]
@@ -332,8 +332,8 @@ class JaxEngine:
         slot.filled = held
 
     def _fill_pieces(self, slots: Sequence[Slot]) -> int:
-        """One dispatch; returns how many tokens it filled."""
-        pieces = cut_pieces(slots, *self._prefill_shape)
+        """Runs one prefill dispatch and returns its number of tokens."""
+        pieces = prefill_pieces(slots, *self._prefill_shape)
         chunks = empty_chunks(*self._prefill_shape)
         for row, (slot, start, stop) in enumerate(pieces):
             chunks.rows[row] = slot.index
@@ -352,8 +352,8 @@ class JaxEngine:
         return tokens
 
     def _decode_some(self) -> None:
-        """A round for all streams whose prompt is filled; shorter while many others wait for that,
-        since a step costs almost the same for few lanes as for many."""
+        """Runs a decode round for all prefilled streams. The round is shorter while many others are
+        not prefilled, since a step costs almost the same for few lanes as for many."""
         busy = self._table.busy
         ready = [s for s in busy if s.missing == 0]
         if not ready:
@@ -365,7 +365,7 @@ class JaxEngine:
             self._decode_lanes(ready[first : first + width], width, steps)
 
     def _decode_lanes(self, slots: Sequence[Slot], width: int, steps: int) -> None:
-        """One dispatch."""
+        """Runs one decode dispatch."""
         lanes = empty_lanes(width, self._decoder.slots)
         places = [s.index for s in slots] if lanes.rows is None else range(len(slots))
         for lane, slot in zip(places, slots, strict=True):
@@ -374,7 +374,7 @@ class JaxEngine:
                 lanes.rows[lane] = slot.index
             lanes.tokens[lane] = slot.ids[-1]
             lanes.positions[lane] = len(slot.ids) - 1
-            lanes.budget[lane] = job.budget - job.made
+            lanes.budget[lane] = job.budget - job.generated
             lanes.stop_ids[lane, : len(how.stop_ids)] = how.stop_ids
             lanes.controls.put(lane, how, job.request.seed)
         began = time.perf_counter()
@@ -388,40 +388,42 @@ class JaxEngine:
             self._take(slot, decoded, lane)
 
     def _take(self, slot: Slot, decoded: Decoded, lane: int) -> None:
-        """Appends what a lane decoded to its stream, and ends the job if it is complete."""
+        """Appends a lane's tokens to its stream, and ends the job if it is complete."""
         job, how = slot.job, slot.job.request.sampling
         count = int(decoded.counts[lane])
-        prompt, made = len(job.request.prompt_ids), job.made
+        prompt, generated = len(job.request.prompt_ids), job.generated
         slot.ids += decoded.tokens[:count, lane].tolist()
         slot.filled += count
         reason: FinishReason | None = None
         if slot.ids[-1] in how.stop_ids:
             reason = "stop"
-        elif made + count == job.budget:
+        elif generated + count == job.budget:
             reason = "length"
         if how.stop_strings and self._decode_text is not None:
-            kept = completed_by(self._decode_text, slot.ids[prompt:], made, how.stop_strings)
+            kept = stop_string_end(
+                self._decode_text, slot.ids[prompt:], generated, how.stop_strings
+            )
             if kept is not None:
-                slot.cut(prompt + kept)
-                count, reason = kept - made, "stop"
+                slot.truncate(prompt + kept)
+                count, reason = kept - generated, "stop"
         job.log_probs += decoded.log_probs[:count, lane].tolist()
         job.versions += [self._running_version] * count
         self._counters.generated_tokens += count
         if reason is not None:
             self._table.finish(slot)
             ids = tuple(slot.ids[prompt:])
-            made_of = Generation(ids, tuple(job.log_probs), tuple(job.versions), reason)
+            generation = Generation(ids, tuple(job.log_probs), tuple(job.versions), reason)
             if job.future.set_running_or_notify_cancel():
-                job.future.set_result(made_of)
+                job.future.set_result(generation)
 
 
-def completed_by(
+def stop_string_end(
     decode: Decode, ids: Sequence[int], seen: int, stop_strings: Sequence[str]
 ) -> int | None:
-    """How many of `ids` it takes to complete a stop string, given that the first `seen` do not.
+    """The number of `ids` that complete a stop string, given that the first `seen` do not.
 
-    Decodes only as many ids before `seen` as a stop string could reach back, since an id is at
-    least a byte of text, and a few more for ids that are none.
+    Decodes only as many ids before `seen` as a stop string can span (an id is at least one byte of
+    text), plus a few for ids without text.
     """
     reach = max(len(s.encode()) for s in stop_strings) + 8
     first = max(0, seen - reach)

@@ -1,8 +1,8 @@
-"""What the agent asks of an engine: tokens in, tokens out, and which weights made each.
+"""The engine protocol: token ids in; token ids, log-probs and weight versions out.
 
-An engine is shared by all episodes. A request carries the whole token stream of its episode; the
-session tells the engine whose stream it is, so that the keys and values of what it has already
-seen need not be computed again. Results never depend on what else is being generated.
+An engine is shared by all episodes. A request contains the complete token stream of its episode.
+The session identifies the stream, so that the engine can reuse the keys and values of its prefix.
+Results do not depend on what else is being generated.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+    """Sampling settings. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -29,7 +29,7 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """`prompt_ids` is everything the episode holds so far; `seed` fixes what is sampled."""
+    """`prompt_ids` is the episode's token stream so far; `seed` determines the sample."""
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
@@ -39,8 +39,10 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What was sampled: ids (the stop token included), log-probs of the distribution that was
-    sampled from (after temperature, top-p, top-k, min-p), and the weight version of each token.
+    """Sampled ids (including the stop token), their log-probs and their weight versions.
+
+    Log-probs are of the distribution that was sampled from, i.e. after temperature, top-p, top-k
+    and min-p.
     """
 
     token_ids: tuple[int, ...]
@@ -50,29 +52,29 @@ class Generation:
 
 
 class EngineError(UserError, RuntimeError):
-    """A request that the engine cannot serve: too long, queue full, closed, or a dead server."""
+    """The engine cannot serve a request: too long, queue full, engine closed or server down."""
 
 
 class Engine(Protocol):
-    """Thread-safe. `submit` returns at once; cancelling its future cancels the generation."""
+    """Thread-safe. `submit` returns immediately; cancelling its future cancels the generation."""
 
     @property
     def version(self) -> int:
-        """The number of the weights that requests submitted now will start with."""
+        """The weight version with which a request submitted now starts."""
 
     @property
     def max_length(self) -> int:
-        """Tokens that a prompt and its generation may have together."""
+        """The maximum number of tokens of a prompt and its generation together."""
 
     def submit(self, request: Request) -> "Future[Generation]": ...
 
     def release(self, session: str) -> None:
-        """The session's episode has ended: what is kept for it may go."""
+        """Ends a session; the engine may drop its cache."""
 
     def update_weights(self, params: Any, version: int) -> None:
-        """New weights for every token generated from now on."""
+        """Sets the weights for all tokens generated from now on."""
 
     def metrics(self) -> dict[str, float]:
-        """What goes on now, and what was done since the start."""
+        """Gauges, and counters since the start."""
 
     def close(self) -> None: ...

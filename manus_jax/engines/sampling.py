@@ -1,10 +1,10 @@
-"""Drawing one token per row from its logits, on the device.
+"""Sampling one token per row from its logits, on the device.
 
-The one idea: a draw needs one uniform number and no sorting. Probabilities are summed in blocks
-of the vocabulary; the number picks a block, then a token inside it. Top-k, top-p and min-p all
-keep the tokens whose logit lies within some distance of the highest, so each is one distance per
-row, found by bisection; tokens at exactly that distance are all kept. Logits are laid out
-[vocab, rows], as the LM head makes them fastest and with every reduction over the long axis.
+A draw needs one uniform number and no sorting: probabilities are summed per block of the
+vocabulary, and the number selects a block and then a token in it. Top-k, top-p and min-p each keep
+the tokens whose logit is within some distance of the maximum, so each is one distance per row,
+found by bisection; ties at that distance are kept. Logits are [vocab, rows], the layout that the LM
+head computes fastest, with every reduction over the long axis.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ import numpy as np
 from manus_jax.engines.protocol import Sampling
 
 BLOCK = 128
-# Below this distance from the highest logit a float32 probability is zero.
+# At this distance from the maximum logit, a float32 probability is zero.
 _FARTHEST = 104.0
 
 
 class Controls(NamedTuple):
-    """How each row is sampled. All arrays are [rows], `seeds` is uint32 [rows, 2]."""
+    """Sampling settings per row: arrays [rows]; `seeds` is uint32 [rows, 2]."""
 
     temperature: Any
     top_p: Any
@@ -31,7 +31,7 @@ class Controls(NamedTuple):
     seeds: Any
 
     def put(self, row: int, how: Sampling, seed: int) -> None:
-        """Sets a row of host arrays; of the seed, any integer, 64 bits count."""
+        """Sets a row of host arrays. `seed` may be any integer; its low 64 bits are used."""
         self.temperature[row] = how.temperature
         self.top_p[row] = how.top_p
         self.top_k[row] = how.top_k
@@ -40,7 +40,7 @@ class Controls(NamedTuple):
 
 
 def no_controls(rows: int) -> Controls:
-    """Host arrays: temperature 1, seed 0."""
+    """Default settings as host arrays: temperature 1, seed 0."""
     return Controls(
         temperature=np.ones(rows, np.float32),
         top_p=np.ones(rows, np.float32),
@@ -51,32 +51,32 @@ def no_controls(rows: int) -> Controls:
 
 
 def problem_with(how: Sampling) -> str | None:
-    """What makes these settings impossible to sample with."""
+    """Describes what is invalid in the settings; None if they are valid."""
     if how.max_tokens < 1:
-        return f"max_tokens = {how.max_tokens}: at least 1"
+        return f"max_tokens must be at least 1, got {how.max_tokens}"
     if how.temperature < 0 or how.top_k < 0:
-        return f"temperature and top_k must not be negative: {how.temperature}, {how.top_k}"
+        return f"temperature and top_k must be >= 0, got {how.temperature} and {how.top_k}"
     if not 0 < how.top_p <= 1 or not 0 <= how.min_p <= 1:
-        return f"top_p lies above 0 and up to 1, min_p in 0..1: {how.top_p}, {how.min_p}"
+        return f"top_p must be in (0, 1] and min_p in [0, 1], got {how.top_p} and {how.min_p}"
     return None
 
 
 def sample(
     logits: jax.Array, controls: Controls, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws a token for each row; the draw is a function of the row's seed and position alone.
+    """Samples a token for each row as a pure function of the row's logits, seed and position.
 
-    The logits are divided by the temperature; then min-p, top-k and, on what these leave, top-p
-    drop tokens. Temperature 0 takes the likeliest token (the first of equals) and gives its
-    log-prob under temperature 1, nothing dropped.
+    The logits are divided by the temperature. Then min-p and top-k, and finally top-p on the
+    remaining tokens, drop tokens. Temperature 0 takes the most likely token (the first of equals)
+    and returns its log-prob at temperature 1 without dropping.
 
     Args:
       logits: float32 [vocab, rows].
       controls: see `Controls`.
-      positions: int32 [rows], the place in its stream of the token to be drawn.
+      positions: int32 [rows], the position of the sampled token in its stream.
 
     Returns:
-      Tokens int32 [rows], and the log-prob of each under the distribution it was drawn from.
+      Tokens int32 [rows], and their log-probs under the distribution they were sampled from.
     """
     greedy = controls.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, controls.temperature)
@@ -88,7 +88,7 @@ def sample(
     cuts = jnp.where(greedy, 0.0, _cuts(distances, controls))
     masses = _mass(distances, cuts)
     total = masses.sum(axis=0)
-    # A greedy draw is a draw from the likeliest tokens alone by the number zero.
+    # A greedy draw uses the number 0 and keeps only the most likely tokens.
     target = jnp.where(greedy, 0.0, _uniform(controls.seeds, positions)) * total
 
     block, before = _first_above(masses, target)
@@ -111,8 +111,8 @@ def _uniform(seeds: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def _first_above(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first index where the running sum of `weights` [n, rows] exceeds `target` [rows], and
-    the sum before it. Never an index of weight zero, whatever rounding did to the target."""
+    """The first index at which the cumulative sum of `weights` [n, rows] exceeds `target` [rows],
+    and the sum before it. Rounding of the target never selects an index of weight 0."""
     sums = jnp.cumsum(weights, axis=0)
     index = jnp.sum(sums <= target, axis=0)
     counts = jnp.arange(weights.shape[0], dtype=jnp.int32)[:, None]
@@ -123,12 +123,12 @@ def _first_above(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.
 
 
 def _mass(distances: jax.Array, cuts: jax.Array | float) -> jax.Array:
-    """Unnormalised probability within the cut, per block: [blocks, rows]."""
+    """Unnormalised probability within the cut-off, per block: [blocks, rows]."""
     return jnp.where(distances <= cuts, jnp.exp(-distances), 0.0).sum(axis=1)
 
 
 def _cuts(distances: jax.Array, controls: Controls) -> jax.Array:
-    """How far from the highest logit a token may lie to be kept: [rows]."""
+    """The largest distance from the maximum logit at which a token is kept: [rows]."""
     cuts = jnp.where(controls.min_p > 0, -jnp.log(controls.min_p), jnp.inf)
     limited = controls.top_k > 0
     counted = lambda: _bisect(
@@ -148,10 +148,9 @@ def _cuts(distances: jax.Array, controls: Controls) -> jax.Array:
 
 
 def _bisect(enough: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """The smallest float32 in 0..104 for which `enough`, which is monotone, holds; else 104.
+    """The smallest float32 in 0..104 for which the monotone predicate `enough` holds; else 104.
 
-    The bits of non-negative floats are ordered like the floats, so halving the interval of bits
-    ends at an exact float.
+    Non-negative floats are ordered like their bits, so bisecting the bits finds the exact float.
     """
     as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
     most = jax.lax.bitcast_convert_type(jnp.float32(_FARTHEST), jnp.int32)

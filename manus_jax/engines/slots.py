@@ -1,9 +1,9 @@
-"""Which stream is in which slot of the cache, how much of it is there, and who has to go.
+"""Slots of the KV cache: which stream each holds, how much of it is cached, and eviction.
 
-The one idea: a slot is a stream of ids and the number of them whose keys and values are in the
-cache. Filling a prompt, keeping it between turns, cutting it back, copying it from another slot
-and computing it again under new weights are all changes of that number. No I/O and no device: a
-state machine that the engine's thread owns.
+A slot is a stream of ids plus the number of leading ids whose keys and values are cached. Prefill,
+reuse between turns, truncation, copying from another slot and invalidation by new weights all
+change only that number. This is a pure state machine, without I/O or device access, owned by the
+engine's thread.
 """
 
 import dataclasses
@@ -13,11 +13,11 @@ from typing import Any
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many leading ids are the same."""
+    """The length of the common prefix."""
     low, high = 0, min(len(first), len(second))
     if first[:high] == second[:high]:
         return high
-    while low < high:  # the first `low` are the same; slices compare faster than a loop
+    while low < high:  # the first `low` ids are equal; slices compare faster than a loop
         middle = (low + high + 1) // 2
         if first[low:middle] == second[low:middle]:
             low = middle
@@ -28,11 +28,12 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 @dataclasses.dataclass(eq=False)
 class Slot:
-    """`ids[:filled]` are in the cache. `job` is what runs here, None when the slot is idle.
+    """`ids[:filled]` are in the cache. `job` is None if the slot is idle.
 
-    `turn` is when the slot was last given a job. `leader` is a slot that computes, or has, more of
-    this stream's prefix, and `shared` how much of it the two have in common. `stale`: the job goes
-    on with keys and values of older weights, which nobody else may use.
+    `turn` orders slots by when they last received a job. `leader` is a slot that has, or is
+    computing, a longer prefix of this stream, and `shared` is the length of the common prefix.
+    `stale` means that the job continues with keys and values of older weights, which no other job
+    may use.
     """
 
     index: int
@@ -47,21 +48,21 @@ class Slot:
 
     @property
     def missing(self) -> int:
-        """Ids to be filled before decoding, which takes in the last id itself."""
+        """Ids to prefill before decoding; the last id is processed by decoding itself."""
         return len(self.ids) - 1 - self.filled
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Keeps the first `length` ids."""
         del self.ids[length:]
         self.filled = min(self.filled, length)
 
 
 Piece = tuple[Slot, int, int]
-"""A slot, and from where to where its ids are to be filled."""
+"""A slot, and the start and stop of the ids to prefill."""
 
 
 class SlotTable:
-    """`min_shared` is the gain in ids from which copying a prefix beats computing it."""
+    """All slots. A prefix is copied if that saves computing at least `min_shared` ids."""
 
     def __init__(self, count: int, min_shared: int) -> None:
         self.slots = [Slot(i) for i in range(count)]
@@ -71,14 +72,14 @@ class SlotTable:
 
     @property
     def busy(self) -> list[Slot]:
-        """Slots with a job, the longest-running first."""
+        """Slots with a job, oldest job first."""
         return sorted((s for s in self.slots if s.job is not None), key=lambda s: s.turn)
 
     def admit(self, session: str, prompt: Sequence[int], job: Any) -> Slot | None:
-        """A slot for the job with what is reusable of `prompt` in place; None if all are busy.
+        """Assigns a slot, keeping the reusable prefix of `prompt`; None if all slots are busy.
 
-        The session's own slot if it has one, else an empty one, else that of the session which
-        has been idle for longest.
+        Prefers the session's own slot, then an empty one, then that of the session that has been
+        idle longest.
         """
         idle = [s for s in self.slots if s.job is None]
         if not idle:
@@ -95,12 +96,12 @@ class SlotTable:
         return slot
 
     def _follow(self, slot: Slot) -> None:
-        """Picks the slot that has, or is about to have, the longest prefix of this one's ids."""
+        """Finds the slot that has, or is computing, the longest prefix of this slot's ids."""
         slot.leader, slot.shared = None, slot.filled + self._min_shared - 1
         for other in self.slots:
             if other is slot or other.stale:
                 continue
-            # Anything longer must agree where the best so far ends.
+            # A longer common prefix must agree where the best one so far ends.
             at, ahead = slot.shared, other.filled if other.job is None else len(other.ids) - 1
             if at >= min(ahead, len(slot.ids) - 1) or slot.ids[at] != other.ids[at]:
                 continue
@@ -109,7 +110,7 @@ class SlotTable:
                 slot.leader, slot.shared = other, shared
 
     def copyable(self, slot: Slot) -> tuple[Slot, int] | None:
-        """The slot whose cache holds at least `min_shared` more of this stream, and how much."""
+        """The slot with at least `min_shared` more cached ids of this stream, and their number."""
         leader = slot.leader
         if leader is None or leader.stale:
             return None
@@ -119,9 +120,9 @@ class SlotTable:
         return (leader, held) if leader.ids[:held] == slot.ids[:held] else None
 
     def waits(self, slot: Slot) -> bool:
-        """Whether a slot before this one is about to compute what this one can then copy.
+        """Whether an older job is computing a prefix that this slot can then copy.
 
-        Only for an older job, so that no two wait for each other.
+        Waiting only for older jobs rules out deadlocks.
         """
         leader = slot.leader
         return (
@@ -135,19 +136,19 @@ class SlotTable:
         )
 
     def finish(self, slot: Slot) -> None:
-        """The job is done; what is in the cache is kept for the session's next one."""
+        """Ends the job; the cache is kept for the session's next request."""
         slot.job = slot.leader = None
         if slot.stale:
             slot.filled, slot.stale = 0, False
 
     def release(self, session: str) -> None:
-        """The session's slots may be taken by anyone; a job that runs there goes on."""
+        """Frees the session's slots; a running job continues."""
         for slot in self.slots:
             if slot.session == session:
                 slot.session = None
 
     def invalidate(self, keep: Callable[[Slot], bool]) -> None:
-        """New weights: nothing in the cache is valid but what jobs `keep` to the end."""
+        """Invalidates the cache for new weights, except for running jobs that `keep` theirs."""
         for slot in self.slots:
             if slot.job is not None and keep(slot):
                 slot.stale = True
@@ -155,8 +156,8 @@ class SlotTable:
                 slot.filled = 0
 
 
-def cut_pieces(slots: Sequence[Slot], rows: int, chunk: int) -> list[Piece]:
-    """The next ids to be filled, in at most `rows` pieces of at most `chunk`."""
+def prefill_pieces(slots: Sequence[Slot], rows: int, chunk: int) -> list[Piece]:
+    """The next ids to prefill, in at most `rows` pieces of at most `chunk` ids."""
     pieces = (
         (slot, start, min(start + chunk, len(slot.ids) - 1))
         for slot in slots

@@ -1,8 +1,8 @@
-"""Several policies on one panel: models beside the oracle, the score to reach, and chance.
+"""Comparison of several policies on one evaluation set: models, the oracle and a random policy.
 
-The one idea: everything that can be wrong with any of the policies, the panel or the servers is
-found before the first episode. Then the policies play one after the other against the same
-servers, and what is known after each of them is on disk.
+Mistakes in the policies, the evaluation set and the servers are reported before the first episode.
+The policies then play one after another against the same servers, and the results are written after
+each of them.
 """
 
 import contextlib
@@ -17,8 +17,9 @@ from typing import Any
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.settings import EngineSettings, EnvSettings, EvaluateSettings, RolloutGroup
-from manus_jax.evaluation.eval_sets import Panel, make_panel
+from manus_jax.evaluation.eval_sets import EvalSet, make_eval_set
 from manus_jax.evaluation.play import EvaluationError, EvaluationResult, evaluate_policy
+from manus_jax.files import write_atomically
 from manus_jax.models import loading as policy_source
 from manus_jax.models.architecture import ModelError
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
@@ -35,7 +36,6 @@ from manus_jax.training.build_rollout import (
     open_servers,
 )
 from manus_jax.training.progress import ProgressLine
-from manus_jax.training.run_directory import write_atomically
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,8 @@ class EvaluateConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Contestant:
-    """A policy by name. `open()` makes its agent, for the length of a block."""
+class Candidate:
+    """A named policy. `open()` is a context manager that yields its agent."""
 
     name: str
     check: Callable[[str, RolloutSettings], None]
@@ -60,32 +60,34 @@ class Contestant:
 
 
 def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationResult]:
-    """Plays the panel with every policy; writes evaluation.json and trajectories/."""
+    """Plays the evaluation set with every policy; writes evaluation.json and trajectories/."""
     evaluate, env = config.evaluate, config.env
     rollout = make_rollout(config.rollout, evaluate.seed)
     check_play(env, rollout)
     check_engine(config.engine)
-    panel = make_panel(
+    eval_set = make_eval_set(
         env, evaluate.tasks_per_env, evaluate.task_files, evaluate.split, evaluate.samples
     )
-    slots = min(config.engine.slots, rollout.max_in_flight, len(panel.specs()))
-    contestants = [contestant(name, config, slots) for name in evaluate.policies]
-    _check_contestants(contestants, panel, rollout)
+    episodes = len(eval_set.specs())
+    slots = min(config.engine.slots, rollout.max_in_flight, episodes)
+    candidates = [make_candidate(name, config, slots) for name in evaluate.policies]
+    _check_candidates(candidates, eval_set, rollout)
     out_dir = _make_directory(evaluate.out_dir, operative_config)
 
     results: dict[str, EvaluationResult] = {}
-    record = _heading(config, panel)
+    record = _heading(config, eval_set)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(open_servers(env))
-        total = len(contestants) * len(panel.specs())
-        line = stack.enter_context(ProgressLine("evaluate", total))
-        for one in contestants:
+        line = stack.enter_context(ProgressLine("evaluate", len(candidates) * episodes))
+        for candidate in candidates:
             began = time.monotonic()
-            done = len(results) * len(panel.specs())
-            result = _play(one, pool, panel, rollout, slots, line, done)
-            results[one.name] = result
-            path = write_trajectories(out_dir / "trajectories", one.file_name, result.outcomes)
-            record["policies"][one.name] = {
+            done = len(results) * episodes
+            result = _play(candidate, pool, eval_set, rollout, slots, line, done)
+            results[candidate.name] = result
+            path = write_trajectories(
+                out_dir / "trajectories", candidate.file_name, result.outcomes
+            )
+            record["policies"][candidate.name] = {
                 "trajectories": str(path.relative_to(out_dir)),
                 "seconds": round(time.monotonic() - began, 3),
                 "overall": result.overall.record(),
@@ -96,7 +98,7 @@ def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationRe
 
 
 def refuse_unplayed(results: Mapping[str, EvaluationResult]) -> None:
-    """EvaluationError for a policy all of whose episodes failed."""
+    """Raises EvaluationError if all episodes of a policy failed."""
     for name, result in results.items():
         first = next((o for o in result.outcomes if isinstance(o, FailedEpisode)), None)
         if first is not None and not result.overall.episodes:
@@ -106,59 +108,60 @@ def refuse_unplayed(results: Mapping[str, EvaluationResult]) -> None:
             )
 
 
-def contestant(name: str, config: EvaluateConfig, slots: int) -> Contestant:
-    """The oracle, chance, or the model at a path, whose files are checked and not yet loaded."""
+def make_candidate(name: str, config: EvaluateConfig, slots: int) -> Candidate:
+    """The oracle, the random policy or a model; checks a model's files without loading them."""
     agent: Agent
     if name == "oracle":
         agent = OraclePolicy()
-        return Contestant(name, agent.check, lambda: contextlib.nullcontext(agent))
+        return Candidate(name, agent.check, lambda: contextlib.nullcontext(agent))
     if name == "random":
         agent = RandomPolicy(config.evaluate.seed)
-        return Contestant(name, agent.check, lambda: contextlib.nullcontext(agent))
+        return Candidate(name, agent.check, lambda: contextlib.nullcontext(agent))
     path = Path(name).expanduser()
     if not path.is_dir():
         raise ConfigError(
-            f"evaluate.policies: {name!r} is neither 'oracle' nor 'random' nor a directory that "
-            "exists (a Hugging Face directory, a run, or a checkpoint of one)"
+            f"evaluate.policies: {name!r} is neither 'oracle' nor 'random' nor an existing "
+            "directory (a Hugging Face directory, a run or a checkpoint)"
         )
     if config.evaluate.samples > 1 and config.rollout.temperature == 0:
         raise ConfigError(
             f"evaluate.samples = {config.evaluate.samples} and rollout.temperature = 0: greedy "
-            "episodes of a task are all the same; set samples to 1, or a temperature"
+            "episodes of a task are identical; set evaluate.samples = 1 or a temperature > 0"
         )
     source = policy_source.from_path(path)
     length, positions = config.rollout.max_total_tokens, source.card.architecture.max_positions
     if length > positions:
         raise ModelError(
-            f"rollout.max_total_tokens = {length} is beyond the {positions} positions of {name}"
+            f"rollout.max_total_tokens = {length} exceeds the {positions} positions of {name}"
         )
-    return Contestant(
-        name, Voice(source.tokenizer).check, lambda: _playing(source, config, slots, length)
+    return Candidate(
+        name, Voice(source.tokenizer).check, lambda: _open_model(source, config, slots, length)
     )
 
 
 @contextlib.contextmanager
-def _playing(
+def _open_model(
     source: policy_source.PolicySource, config: EvaluateConfig, slots: int, length: int
 ) -> Iterator[Agent]:
-    """A model in an engine of its own, gone with the block."""
+    """Runs a model in its own engine, which is closed on exit."""
     settings = dataclasses.replace(config.engine, slots=slots)
     with open_engine(source, source.load(None), settings, length) as engine:
         yield EngineAgent(engine, source.tokenizer)
 
 
 def _play(
-    one: Contestant,
+    candidate: Candidate,
     pool: EnvironmentPool,
-    panel: Panel,
+    eval_set: EvalSet,
     rollout: RolloutSettings,
     slots: int,
     line: ProgressLine,
     done: int,
 ) -> EvaluationResult:
-    """One policy's turn; `done` episodes of others are on the progress line already."""
+    """Plays one policy; `done` is the number of episodes that other policies have finished."""
     won = played = ended = 0
-    label = one.name if len(one.name) < 32 else f"…{one.name[-30:]}"
+    name = candidate.name
+    label = name if len(name) < 32 else f"…{name[-30:]}"
 
     def on_done(index: int, outcome: Outcome) -> None:
         nonlocal won, played, ended
@@ -170,27 +173,27 @@ def _play(
             {f"{label} success": won / max(1, played), "failed": float(ended - played)},
         )
 
-    # As many as the engine keeps: a stream that is evicted between turns is computed twice.
+    # No more episodes than slots: a stream evicted between turns has to be recomputed.
     settings = dataclasses.replace(rollout, max_in_flight=slots)
-    with one.open() as agent:
-        return evaluate_policy(agent, pool, panel, settings, on_done)
+    with candidate.open() as agent:
+        return evaluate_policy(agent, pool, eval_set, settings, on_done)
 
 
-def _check_contestants(
-    contestants: Sequence[Contestant], panel: Panel, rollout: RolloutSettings
+def _check_candidates(
+    candidates: Sequence[Candidate], eval_set: EvalSet, rollout: RolloutSettings
 ) -> None:
-    names = [one.file_name for one in contestants]
-    for one in contestants:
-        if names.count(one.file_name) > 1:
+    names = [candidate.file_name for candidate in candidates]
+    for candidate in candidates:
+        if names.count(candidate.file_name) > 1:
             raise ConfigError(
-                f"evaluate.policies: the trajectories of {one.name!r} and of another policy would "
-                f"both be written to {one.file_name}.jsonl; write one of the paths differently"
+                f"evaluate.policies: {candidate.name!r} and another policy would both write their "
+                f"trajectories to {candidate.file_name}.jsonl; write one of the paths differently"
             )
-        for env in panel.environments:
+        for env in eval_set.environments:
             try:
-                one.check(env, rollout)
+                candidate.check(env, rollout)
             except ValueError as error:
-                raise ConfigError(f"evaluate.policies: {one.name}: {error}") from None
+                raise ConfigError(f"evaluate.policies: {candidate.name}: {error}") from None
 
 
 def _make_directory(path: str, operative_config: str) -> Path:
@@ -203,10 +206,10 @@ def _make_directory(path: str, operative_config: str) -> Path:
     return out_dir
 
 
-def _heading(config: EvaluateConfig, panel: Panel) -> dict[str, Any]:
-    items = {env: [t.item for t in panel.tasks if t.env == env] for env in panel.environments}
+def _heading(config: EvaluateConfig, eval_set: EvalSet) -> dict[str, Any]:
+    items = {env: [t.item for t in eval_set.tasks if t.env == env] for env in eval_set.environments}
     return {
-        "samples": panel.samples,
+        "samples": eval_set.samples,
         "seed": config.evaluate.seed,
         "rollout": dataclasses.asdict(config.rollout),
         "policies": {},

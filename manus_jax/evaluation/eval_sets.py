@@ -1,7 +1,7 @@
-"""Which tasks an evaluation plays: a fixed panel, the same for every policy and on every machine.
+"""Evaluation sets: fixed tasks, the same for every policy and on every machine.
 
-The one idea: tasks are taken in the order of a hash of their names, which knows nothing of
-difficulty, while items are often sorted by it; and a larger panel contains the smaller one.
+Items of an environment are often sorted by difficulty, so tasks are selected in the order of a hash
+of their names, which is unrelated to difficulty. A larger set contains the smaller ones.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from manus_jax.rollout.trajectory import EpisodeSpec, episode_specs
 
 
 @dataclasses.dataclass(frozen=True)
-class Panel:
-    """Tasks, each to be played `samples` times."""
+class EvalSet:
+    """Tasks, each played `samples` times."""
 
     tasks: tuple[Task, ...]
     samples: int = 1
@@ -32,57 +32,57 @@ class Panel:
         return tuple(dict.fromkeys(task.env for task in self.tasks if task.env is not None))
 
 
-def drawn(env: str, items: Sequence[int], count: int) -> list[Task]:
+def select(env: str, items: Sequence[int], count: int) -> list[Task]:
     """At most `count` of the items, in the order of their hashes."""
     return [Task(env, item, f"{env}_{item}") for item in evaluation_order(env, items)[:count]]
 
 
 def split_tasks(env: str, split: str, count: int) -> list[Task]:
-    """Tasks of a split ("train", "test") of an environment that is served here."""
+    """Tasks from a split ("train", "test") of an environment in `envs/`."""
     try:
-        return drawn(env, registry.load(env).items(split), count)
+        return select(env, registry.load(env).items(split), count)
     except (registry.UnknownEnvironment, GameError) as error:
         raise ConfigError(str(error)) from None
 
 
 def served_tasks(env: str, count: int) -> list[Task]:
-    """Tasks of an environment on AgentGym's own servers, which know no splits."""
+    """Tasks of an environment on AgentGym's own servers, which have no splits."""
     items = environment(env).items
     if items is None:
         raise ConfigError(
-            f"how many items the {env} servers of env.urls have is not known: name tasks in files"
+            f"the number of items of the {env} servers in env.urls is unknown: list tasks in files"
         )
-    return drawn(env, items, count)
+    return select(env, items, count)
 
 
 def listed_tasks(files: Sequence[str], envs: Sequence[str], count: int | None = None) -> list[Task]:
-    """The first `count` tasks of each environment in the files, which must have some of each."""
+    """The first `count` tasks of each environment in the files, at least one of each."""
     tasks = read_tasks(files)
     stray = next((task for task in tasks if task.env not in envs), None)
     if stray is not None:
         raise ConfigError(
-            f"task {stray.item_id} is of environment {stray.env!r}, and env.names has only "
-            f"{', '.join(envs)}"
+            f"task {stray.item_id} belongs to environment {stray.env!r}, which is not in env.names "
+            f"({', '.join(envs)})"
         )
     chosen: list[Task] = []
     for env in envs:
         mine = [task for task in tasks if task.env == env]
         if not mine:
-            raise ConfigError(f"no task of {env} is in {', '.join(files)}; take it from env.names")
+            raise ConfigError(f"{', '.join(files)}: no task of {env}; remove it from env.names")
         chosen += mine[:count]
     return chosen
 
 
-def make_panel(
+def make_eval_set(
     env: EnvSettings,
     count: int,
     files: Sequence[str] = (),
     split: str = "test",
     samples: int = 1,
-) -> Panel:
-    """At most `count` tasks of every environment, from files, splits or AgentGym's ranges."""
+) -> EvalSet:
+    """At most `count` tasks per environment, from files, splits or AgentGym's item ranges."""
     if files:
-        return Panel(tuple(listed_tasks(files, env.names, count)), samples)
+        return EvalSet(tuple(listed_tasks(files, env.names, count)), samples)
     tasks = [
         task
         for name in env.names
@@ -90,4 +90,4 @@ def make_panel(
             served_tasks(name, count) if name in env.urls else split_tasks(name, split, count)
         )
     ]
-    return Panel(tuple(tasks), samples)
+    return EvalSet(tuple(tasks), samples)

@@ -1,8 +1,8 @@
-"""One policy on one panel: how often it succeeds, how well it scores, and how sure that is.
+"""Evaluation of one policy on one evaluation set: success rate and score with intervals.
 
-Used by `python -m manus_jax.evaluate` and by validation during training alike, so that their
-numbers mean the same. An episode that died of infrastructure is counted and left out of every
-mean; a task all of whose episodes died is no task.
+`python -m manus_jax.evaluate` and validation during training both use this module, so their numbers
+are comparable. Episodes that fail for infrastructure reasons are counted but excluded from every
+mean; a task whose episodes all failed is excluded too.
 """
 
 import collections
@@ -12,7 +12,7 @@ from typing import Any
 
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.errors import UserError
-from manus_jax.evaluation.eval_sets import Panel
+from manus_jax.evaluation.eval_sets import EvalSet
 from manus_jax.evaluation.statistics import Estimate, average, ks_up_to, pass_at_k, share
 from manus_jax.rollout.player import Agent
 from manus_jax.rollout.runner import OnDone, run_episodes
@@ -21,30 +21,30 @@ from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory, tra
 
 
 class EvaluationError(UserError, RuntimeError):
-    """A policy of which no episode could be played."""
+    """Every episode of a policy failed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The episodes of one environment, or of all.
+    """Statistics of the episodes of one environment, or of all environments.
 
-    `success_rate` and `score` are means over tasks of a task's mean over its samples; avg@k is the
-    score under the name that says how many. `pass_at[k]` is over the tasks of which k samples were
-    played. Estimates are None where there was nothing to estimate from.
+    `success_rate` and `score` are means over tasks of the mean over a task's samples; avg@k is
+    another name for the score with k samples. `pass_at[k]` covers the tasks with at least k
+    finished samples. Estimates are None if there are no episodes.
     """
 
-    samples: int  # asked for, per task: the k of avg@k
-    episodes: int  # played to an end
-    failed: Mapping[str, int]  # dropped, by kind
+    samples: int  # requested per task: the k of avg@k
+    episodes: int  # finished
+    failed: Mapping[str, int]  # dropped episodes by kind of failure
     success_rate: Estimate | None
-    score: Estimate | None  # the environment's reward, whose best is 1
+    score: Estimate | None  # the environment's reward, at most 1
     pass_at: Mapping[int, Estimate]
-    turns: float  # per episode
-    invalid_action_rate: float  # of turns
-    response_length: float  # agent tokens per episode; 0 for a policy that speaks text
+    turns: float  # mean per episode
+    invalid_action_rate: float  # fraction of turns
+    response_length: float  # agent tokens per episode; 0 for policies without tokens
 
     def numbers(self) -> dict[str, float]:
-        """Values by name, without intervals."""
+        """Values by name, without their intervals."""
         numbers = {"failed": float(sum(self.failed.values()))}
         if self.success_rate is None or self.score is None:
             return numbers
@@ -61,7 +61,7 @@ class Summary:
         return numbers
 
     def record(self) -> dict[str, Any]:
-        """All of it as JSON."""
+        """The summary as JSON."""
         estimates = {
             "success_rate": self.success_rate,
             "score": self.score,
@@ -80,16 +80,16 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationResult:
-    """`outcomes` are in the order of the panel's specs."""
+    """`outcomes` are in the order of the evaluation set's specs."""
 
     outcomes: tuple[Outcome, ...]
     environments: Mapping[str, Summary]
     overall: Summary
 
     def metrics(self, prefix: str = "val") -> dict[str, float]:
-        """`val/<env>/success_rate` and so on, and over all environments `val/success_rate`.
+        """`val/<env>/success_rate` etc., and `val/success_rate` etc. over all environments.
 
-        An environment's score is there as `test_score` too, the name that verl gave it.
+        An environment's score is also reported as `test_score`, its name in verl.
         """
         named = {f"{prefix}/{name}": value for name, value in self.overall.numbers().items()}
         for env, summary in self.environments.items():
@@ -102,17 +102,17 @@ class EvaluationResult:
 def evaluate_policy(
     agent: Agent,
     pool: EnvironmentPool,
-    panel: Panel,
+    eval_set: EvalSet,
     settings: RolloutSettings,
     on_done: OnDone | None = None,
 ) -> EvaluationResult:
-    """Plays the panel. `on_done(index, outcome)` is called as episodes end."""
-    outcomes = run_episodes(panel.specs(), agent, pool, settings, on_done)
-    return evaluation_of(outcomes, panel.samples)
+    """Plays the evaluation set and calls `on_done(index, outcome)` after every episode."""
+    outcomes = run_episodes(eval_set.specs(), agent, pool, settings, on_done)
+    return summarize_by_env(outcomes, eval_set.samples)
 
 
-def evaluation_of(outcomes: Sequence[Outcome], samples: int) -> EvaluationResult:
-    """The numbers of episodes that were played `samples` times per task."""
+def summarize_by_env(outcomes: Sequence[Outcome], samples: int) -> EvaluationResult:
+    """Statistics per environment and overall, of `samples` episodes per task."""
     envs = dict.fromkeys(outcome.spec.task.env for outcome in outcomes)
     return EvaluationResult(
         outcomes=tuple(outcomes),
@@ -126,7 +126,7 @@ def evaluation_of(outcomes: Sequence[Outcome], samples: int) -> EvaluationResult
 
 
 def summarize(outcomes: Sequence[Outcome], samples: int) -> Summary:
-    """One row of the table."""
+    """Statistics of the given episodes."""
     played = trajectories(outcomes)
     by_task: dict[str, list[Trajectory]] = collections.defaultdict(list)
     for trajectory in played:

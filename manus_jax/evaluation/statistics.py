@@ -1,8 +1,8 @@
-"""What a few tasks, each played a few times, say about all tasks: estimates with 95% intervals.
+"""Estimates with 95% confidence intervals from a sample of tasks.
 
-The one idea: the task is the unit. Episodes of one task are alike, so each task first becomes one
-number (its mean over its samples, or its pass@k), and intervals count tasks, not episodes. Pure
-arithmetic on plain numbers.
+The unit of observation is the task, since episodes of one task are correlated: each task is first
+reduced to one number (its mean over samples, or its pass@k), and intervals count tasks rather than
+episodes.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ Z = NormalDist().inv_cdf(0.975)
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A mean over `tasks` tasks, and its 95% interval (None where one task cannot give any)."""
+    """A mean over `tasks` tasks and its 95% interval (None if one task does not give any)."""
 
     value: float
     low: float | None
@@ -24,9 +24,9 @@ class Estimate:
 
 
 def pass_at_k(samples: int, successes: int, k: int) -> float:
-    """The chance that one of `k` of these samples, drawn without return, is a success.
+    """The probability that at least one of `k` samples succeeds, from `samples` samples.
 
-    The unbiased estimate 1 - C(n - c, k) / C(n, k) of what k fresh samples would do.
+    The unbiased estimate is 1 - C(n - c, k) / C(n, k) with n samples and c successes.
     """
     if not 0 <= successes <= samples or not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {samples} samples with {successes} successes")
@@ -34,13 +34,13 @@ def pass_at_k(samples: int, successes: int, k: int) -> float:
 
 
 def ks_up_to(samples: int) -> list[int]:
-    """The k for which pass@k is told: 1, 2, 4 and so on, and `samples` itself."""
+    """The k for which pass@k is reported: powers of two below `samples`, and `samples`."""
     powers = [1 << power for power in range(samples.bit_length()) if 1 << power < samples]
     return [*powers, samples]
 
 
 def wilson(mean: float, n: int) -> tuple[float, float]:
-    """Wilson's 95% interval for a share `mean` of `n` trials; it never leaves 0..1."""
+    """Wilson's 95% interval for a proportion `mean` of `n` trials; always within 0..1."""
     weight = Z * Z / n
     middle = (mean + weight / 2) / (1 + weight)
     half = Z / (1 + weight) * math.sqrt(mean * (1 - mean) / n + weight / (4 * n))
@@ -48,10 +48,11 @@ def wilson(mean: float, n: int) -> tuple[float, float]:
 
 
 def share(per_task: Sequence[float]) -> Estimate | None:
-    """The mean of tasks' shares in 0..1 (success rate, pass@k), with Wilson's interval.
+    """The mean of per-task proportions (success rate, pass@k) with Wilson's interval.
 
-    With one sample per task it is the textbook interval. With more it is no narrower than it has to
-    be: shares with mean p never vary more than verdicts of 0 and 1 with mean p. None of no tasks.
+    With one sample per task this is the standard interval; with more samples it is conservative,
+    because proportions with mean p vary at most as much as 0/1 outcomes with mean p. None if there
+    are no tasks.
     """
     if not per_task:
         return None
@@ -60,7 +61,7 @@ def share(per_task: Sequence[float]) -> Estimate | None:
 
 
 def average(per_task: Sequence[float]) -> Estimate | None:
-    """The mean of tasks' numbers on any scale (score), with the normal interval of the mean."""
+    """The mean of per-task values on any scale (score) with the normal interval."""
     if not per_task:
         return None
     mean = fmean(per_task)

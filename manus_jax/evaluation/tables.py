@@ -1,4 +1,4 @@
-"""Results of policies as one table for people."""
+"""Evaluation results as a table for the terminal."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from manus_jax.evaluation.statistics import Estimate
 
 
 def comparison_table(results: Mapping[str, EvaluationResult], samples: int) -> Table:
-    """A row per policy and environment, and one over all where there are several."""
+    """One row per policy and environment, plus one over all environments if there are several."""
     table = Table(title="Means over tasks with 95% intervals", title_justify="left")
     several = f" avg@{samples}" if samples > 1 else ""
     for name in ("policy", "environment"):

@@ -1,1 +1,1 @@
-"""The Flax transformer, its critic, token log-probs, and Hugging Face names."""
+"""The Flax transformer, the critic, attention, token log-probs and Hugging Face files."""

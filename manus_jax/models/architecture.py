@@ -1,8 +1,8 @@
-"""What a decoder looks like, read from a Hugging Face `config.json`.
+"""The architecture of a decoder, read from a Hugging Face `config.json`.
 
-Qwen2/2.5, Qwen3 and Llama 3 (SmolLM2 is one) are one decoder with a few switches, so an
-`Architecture` is those switches and nothing else. A setting that this decoder does not compute is
-refused here, by name, rather than ignored.
+Qwen2/2.5, Qwen3 and Llama 3 (including SmolLM2) are the same decoder with a few switches, and an
+`Architecture` consists of its sizes and these switches. A setting that the decoder does not
+implement is an error that names it, never ignored.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ FAMILIES = {
 
 
 class ModelError(UserError, ValueError):
-    """A model that cannot be used, with the reason and the remedy in one line."""
+    """A model cannot be used; the message gives the reason and, if there is one, the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of the rotary wavelengths."""
+    """Llama 3's scaling of the rotary frequencies."""
 
     factor: float
     low_freq_factor: float
@@ -54,18 +54,18 @@ class Architecture:
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
-            raise ModelError(f"unknown model family {self.family!r}; there are {list(FAMILIES)}")
+            raise ModelError(f"unknown model family {self.family!r} (known: {', '.join(FAMILIES)})")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
-                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} "
-                "key-value heads evenly"
+                f"{self.num_heads} attention heads are not divisible by {self.num_kv_heads} "
+                "key-value heads"
             )
         if self.head_dim % 2:
-            raise ModelError(f"head_dim {self.head_dim} is odd; rotary embeddings need an even one")
+            raise ModelError(f"head_dim {self.head_dim} is odd; rotary embeddings need it even")
 
     @property
     def num_params(self) -> int:
-        """Number of parameters, the tied head counted once."""
+        """Number of parameters; a tied head is counted once."""
         d, f, q, kv = (
             self.hidden_size,
             self.intermediate_size,
@@ -79,11 +79,11 @@ class Architecture:
 
 
 def from_hf_config(config: dict[str, Any], source: str = "config.json") -> Architecture:
-    """Reads the dict of a Hugging Face `config.json`."""
+    """Converts the dict of a Hugging Face `config.json`."""
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ModelError(
-            f"{source}: architecture {family!r} is not supported; there are {list(FAMILIES)}"
+            f"{source}: model_type {family!r} is not supported (known: {', '.join(FAMILIES)})"
         )
     _refuse_unsupported(config, family, source)
     try:
@@ -111,15 +111,15 @@ def from_hf_config(config: dict[str, Any], source: str = "config.json") -> Archi
             initializer_range=float(config.get("initializer_range", 0.02)),
         )
     except KeyError as error:
-        raise ModelError(f"{source}: the setting {error.args[0]!r} is missing") from None
+        raise ModelError(f"{source}: {error.args[0]!r} is missing") from None
 
 
-# Qwen3 fixes its head size apart from hidden_size / heads when config.json leaves it out.
+# If config.json omits head_dim, Qwen3 uses a constant instead of hidden_size / heads.
 _FAMILY_DEFAULTS: dict[str, dict[str, int]] = {"qwen2": {}, "qwen3": {"head_dim": 128}, "llama": {}}
 
 
 def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """Rope settings, from the newer `rope_parameters` or the older pair of keys."""
+    """RoPE settings from `rope_parameters` or from the older pair of keys."""
     if config.get("rope_parameters"):
         return dict(config["rope_parameters"])
     return {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
@@ -131,7 +131,7 @@ def _rope_scaling(rope: dict[str, Any], source: str) -> RopeScaling | None:
         return None
     if kind != "llama3":
         raise ModelError(
-            f"{source}: rope scaling {kind!r} is not supported; there are default and llama3"
+            f"{source}: rope scaling {kind!r} is not supported (known: default, llama3)"
         )
     return RopeScaling(
         factor=float(rope["factor"]),
@@ -149,15 +149,17 @@ def _refuse_unsupported(config: dict[str, Any], family: str, source: str) -> Non
     }
     for key, what in refused.items():
         if config.get(key):
-            raise ModelError(f"{source}: {key} is set, and {what} is not supported")
+            raise ModelError(f"{source}: {key} is set, but {what} is not supported")
     if config.get("attention_bias"):
-        raise ModelError(f"{source}: attention_bias is set, which {family} here does not compute")
+        raise ModelError(f"{source}: attention_bias is set, but is not supported for {family}")
     if config.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"{source}: activation {config['hidden_act']!r} is not supported (silu)")
+        raise ModelError(
+            f"{source}: hidden_act {config['hidden_act']!r} is not supported; only silu is"
+        )
 
 
 def to_hf_config(arch: Architecture, dtype: str = "float32") -> dict[str, Any]:
-    """A `config.json` that transformers and vLLM load, for models that began here."""
+    """A `config.json` for transformers and vLLM, for models initialised here."""
     rope: dict[str, Any] = {"rope_theta": arch.rope_theta, "rope_type": "default"}
     if arch.rope_scaling is not None:
         rope |= {"rope_type": "llama3", **dataclasses.asdict(arch.rope_scaling)}
@@ -187,16 +189,16 @@ def to_hf_config(arch: Architecture, dtype: str = "float32") -> dict[str, Any]:
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
-    """The dict of `directory/config.json`, or a `ModelError` that says what is wrong with it."""
+    """Reads `directory/config.json`; raises ModelError if it is missing or malformed."""
     path = directory / "config.json"
     if not directory.is_dir():
         raise ModelError(f"model directory {directory} does not exist")
     if not path.is_file():
-        raise ModelError(f"{directory} is not a Hugging Face model directory: no config.json in it")
+        raise ModelError(f"{directory} is not a Hugging Face directory: it has no config.json")
     try:
         config = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ModelError(f"{path} does not hold a JSON object")
+        raise ModelError(f"{path} is not a JSON object")
     return config

@@ -1,16 +1,17 @@
-"""Causal attention that never crosses a segment boundary, on whatever chip there is.
+"""Causal attention within the segments of packed rows, with a kernel per platform.
 
-Packed rows hold several trajectories; `segment_ids` tell them apart (0 is padding) and tokens only
-see earlier tokens of their own segment. One function, `attention`, picks the kernel: splash
-(Pallas) on TPU, a Pallas-Triton flash kernel on CUDA, plain masked softmax elsewhere. The kernels
-are opaque to XLA's partitioner, so they run under `shard_map` with rows over the batch axes, heads
-over "tensor" and tokens over "sequence".
+Packed rows hold several trajectories, numbered by `segment_ids` (0 is padding); a token attends
+only to earlier tokens of its own segment. `attention` dispatches to splash attention (Pallas) on
+TPU, a Pallas-Triton flash kernel on CUDA, and plain masked softmax elsewhere. The kernels are
+opaque to XLA's partitioner, so they run under `shard_map` with rows over the batch axes, heads over
+"tensor" and tokens over "sequence".
 
-Where rows are split over "sequence", splash and plain gather keys, values and segment ids, and a
-device computes its own queries: exact, one gather a layer, no limit by the number of heads. The
-device with a row's last tokens sees the most keys, so attention (nothing else) takes up to twice
-the mean's time. The Triton kernel knows no query offset: there, tokens are exchanged for heads
-and back, which is balanced and asks for heads that divide by tensor x sequence.
+If rows are sharded over "sequence", splash and plain attention gather keys, values and segment ids,
+and each device computes its own queries. This is exact, takes one gather per layer and does not
+limit the number of shards by the number of heads; but the device with the last tokens of a row has
+the most keys, so attention takes up to twice the mean time. The Triton kernel has no query offset:
+there, an all-to-all exchanges tokens for heads, which is balanced but needs a number of heads
+divisible by tensor x sequence.
 """
 
 import dataclasses
@@ -28,12 +29,12 @@ from manus_jax.models.plain_attention import SAVED, plain_attention
 
 Implementation = Literal["plain", "splash", "triton"]
 BATCH_AXES = ("data", "fsdp")
-KERNEL_BLOCK = 128  # what row lengths must be a multiple of, for the accelerators' kernels
+KERNEL_BLOCK = 128  # accelerator kernels need row lengths that are a multiple of this
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionKernel:
-    """Which kernel runs, and the mesh it is sharded over (None: a single device)."""
+    """The kernel, and the mesh it is sharded over (None: a single device)."""
 
     implementation: Implementation = "plain"
     mesh: Mesh | None = None
@@ -41,12 +42,12 @@ class AttentionKernel:
 
     @property
     def sequence_shards(self) -> int:
-        """Into how many parts the tokens of a row are split."""
+        """The number of shards of a row's tokens."""
         return 1 if self.mesh is None else self.mesh.shape["sequence"]
 
 
 def pick_implementation(platform: str) -> Implementation:
-    """The kernel for a platform as JAX names it: "cpu", "tpu", "cuda"/"gpu"."""
+    """The kernel for a JAX platform: "cpu", "tpu", "cuda" or "gpu"."""
     return {"tpu": "splash", "cuda": "triton", "gpu": "triton"}.get(platform, "plain")  # type: ignore[return-value]
 
 
@@ -56,7 +57,7 @@ def attention(
     """Attention of `q` [rows, length, heads, dim] over `k`, `v` [rows, length, kv_heads, dim].
 
     `segment_ids` is int32 [rows, length]. Returns [rows, length, heads, dim]. Padding positions
-    (segment 0) hold finite values that mean nothing. What remat may keep of it is named `SAVED`.
+    (segment 0) have finite but meaningless values. Residuals for remat policies are named `SAVED`.
     """
     run = {"plain": _plain_attention, "splash": _splash_attention, "triton": _triton_attention}
     return run[kernel.implementation](q, k, v, segment_ids, kernel)
@@ -70,7 +71,7 @@ def _sharded(
     constants: tuple[Any, ...] = (),
     constant_specs: tuple[Any, ...] = (),
 ) -> jax.Array:
-    """`run(*constants, q, k, v, segment_ids)` on every device's part of the arrays."""
+    """`run(*constants, q, k, v, segment_ids)` on every device's shard of the arrays."""
     q, k, v, segment_ids = arrays
     parts = math.prod(mesh.shape[axis] for axis in head_axes)
     heads = PartitionSpec(BATCH_AXES, "sequence", "tensor", None)
@@ -84,7 +85,7 @@ def _sharded(
 
 
 def _at_least_heads(x: jax.Array, parts: int) -> jax.Array:
-    """Key-value heads [rows, length, kv_heads, dim], repeated where there are fewer than parts."""
+    """Repeats the heads of [rows, length, kv_heads, dim] if there are fewer than `parts`."""
     return x if x.shape[2] % parts == 0 else jnp.repeat(x, parts // x.shape[2], axis=2)
 
 
@@ -128,10 +129,10 @@ def _splash_attention(
 
 
 def _splash_kernel(length: int, heads: int, shards: int, interpret: bool) -> Any:
-    """The kernel for rows of `length` whose queries are split into `shards`, for `heads` heads.
+    """The splash kernel for rows of `length`, with queries in `shards` parts and `heads` heads.
 
-    It is a pytree: with its `manual_sharding_spec`, `shard_map` gives each device the part of the
-    causal mask that belongs to its queries.
+    It is a pytree: with its `manual_sharding_spec`, `shard_map` passes each device the part of the
+    causal mask for its own queries.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as kernel_lib,
@@ -228,5 +229,5 @@ def _triton(
         causal=True,
         interpret=interpret,
     )
-    # Its logsumexp cannot be named: where it was not kept, the kernel runs forward again.
+    # The logsumexp cannot be named, so the backward pass runs the forward kernel again.
     return checkpoint_name(out, SAVED)

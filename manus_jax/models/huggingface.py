@@ -1,9 +1,9 @@
-"""Hugging Face directories: read straight into sharded arrays, and written back bit for bit.
+"""Hugging Face directories, read directly into sharded arrays and written back bit for bit.
 
-Each of our parameters is one tensor of theirs, or the stack of one tensor per layer, in the same
-layout. So loading asks each device for its slice and reads just that slice from the mapped file,
-and writing slices layers out again. What a directory holds beside its weights (config, tokenizer,
-generation settings, the type and file of each tensor) travels as a `ModelCard`.
+Each parameter is either one Hugging Face tensor or the stack of one tensor per layer, in the same
+layout. Loading therefore reads only each device's slice from the memory-mapped file, and saving
+slices the layers. Everything in a directory except the weights (config, tokenizer, generation
+settings, the type and file of each tensor) is kept in a `ModelCard`.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from manus_jax.files import write_atomically
 from manus_jax.models.architecture import (
     Architecture,
     ModelError,
@@ -47,11 +48,11 @@ _HEAD = "lm_head.weight"
 
 @dataclasses.dataclass(frozen=True)
 class ModelCard:
-    """A model but for its weights.
+    """Everything about a model except its weights.
 
-    `config` is its `config.json`; `side_files` the directory whose other files (tokenizer,
-    generation settings) go along; `tensor_types` the type of each tensor by Hugging Face name
-    ("F32", "BF16", …); `tensor_files` the file each lies in.
+    `config` is the content of `config.json`, and `side_files` is the directory with the other files
+    (tokenizer, generation settings). `tensor_types` ("F32", "BF16", …) and `tensor_files` give the
+    type and the file of each tensor by its Hugging Face name.
     """
 
     config: dict[str, Any]
@@ -64,7 +65,7 @@ class ModelCard:
         return from_hf_config(self.config)
 
     def save(self, directory: Path) -> None:
-        """Writes the card as a directory that `load` reads: a model directory without weights."""
+        """Writes the card as a model directory without weights, which `load` reads."""
         directory.mkdir(parents=True, exist_ok=True)
         self.copy_side_files(directory)
         weights = {"types": self.tensor_types, "files": self.tensor_files}
@@ -74,12 +75,12 @@ class ModelCard:
     def load(cls, directory: Path) -> "ModelCard":
         path = directory / _CARD_FILE
         if not path.is_file():
-            raise ModelError(f"{directory} holds no model card ({_CARD_FILE} is missing)")
+            raise ModelError(f"{directory} contains no model card ({_CARD_FILE} is missing)")
         weights = json.loads(path.read_text())
         return cls(read_hf_config(directory), directory, weights["types"], weights["files"])
 
     def copy_side_files(self, directory: Path) -> None:
-        """All that a model directory holds but its weights, byte for byte if it came from one."""
+        """Copies all files except weights; writes `config.json` if there is none to copy."""
         if self.side_files is not None and self.side_files.resolve() != directory.resolve():
             for path in sorted(self.side_files.iterdir()):
                 if path.is_file() and not _is_weight_file(path.name):
@@ -94,7 +95,7 @@ def _is_weight_file(name: str) -> bool:
 
 
 def new_card(arch: Architecture, side_files: Path | None, dtype: str = "float32") -> ModelCard:
-    """The card of a model that began here."""
+    """The card of a model that is initialised here."""
     code = {v: k for k, v in _TYPE_NAMES.items()}[dtype]
     types = {name: code for name, *_ in tensor_map(arch)}
     return ModelCard(
@@ -103,7 +104,7 @@ def new_card(arch: Architecture, side_files: Path | None, dtype: str = "float32"
 
 
 def tensor_map(arch: Architecture) -> Iterator[tuple[str, tuple[str, ...], int | None, tuple]]:
-    """Each tensor: its Hugging Face name, our path, the layer (None: not stacked), its shape."""
+    """Yields (Hugging Face name, parameter path, layer or None if not stacked, shape)."""
     d = arch.hidden_size
     yield "model.embed_tokens.weight", ("backbone", "embed"), None, (arch.vocab_size, d)
     for name, shape in layer_shapes(arch).items():
@@ -116,7 +117,7 @@ def tensor_map(arch: Architecture) -> Iterator[tuple[str, tuple[str, ...], int |
 
 
 class _Reader:
-    """The tensors of a model directory, read slice by slice from mapped files."""
+    """The tensors of a model directory, read in slices from memory-mapped files."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -129,7 +130,7 @@ class _Reader:
             except (SafetensorError, OSError) as error:
                 raise ModelError(
                     f"{directory / file} cannot be read as safetensors ({error}); "
-                    "it may be cut short: copy or download it again"
+                    "it may be truncated: copy or download it again"
                 ) from None
             for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a dict)
                 self.files[name] = file
@@ -142,12 +143,12 @@ class _Reader:
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             missing = [f for f in files if not (self.directory / f).is_file()]
             if missing:
-                raise ModelError(f"{index} names {missing[0]}, which is not in {self.directory}")
+                raise ModelError(f"{index} lists {missing[0]}, which is not in {self.directory}")
             return files
         if (self.directory / SINGLE_FILE).is_file():
             return [SINGLE_FILE]
         raise ModelError(
-            f"{self.directory} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
+            f"{self.directory} contains no weights: neither {SINGLE_FILE} nor {INDEX_FILE} exists"
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -158,7 +159,7 @@ class _Reader:
 
 
 def read_card(directory: Path) -> ModelCard:
-    """The card of a Hugging Face directory, its tensors' names, types and shapes checked."""
+    """Reads a directory's card and checks the names, types and shapes of its tensors."""
     return _read_card(directory)[0]
 
 
@@ -174,7 +175,7 @@ def _read_card(directory: Path) -> tuple[ModelCard, _Reader]:
     ignored = {_HEAD} if arch.tie_embeddings else set()
     unknown = [n for n in reader.files if n not in expected and n not in ignored]
     if unknown:
-        raise ModelError(f"{directory}: tensor {unknown[0]} is none that {arch.family} has")
+        raise ModelError(f"{directory}: {arch.family} has no tensor {unknown[0]}")
     for name, shape in expected.items():
         if reader.shape(name) != shape:
             raise ModelError(
@@ -182,14 +183,16 @@ def _read_card(directory: Path) -> tuple[ModelCard, _Reader]:
                 f"config.json says {shape}"
             )
         if reader.types[name] not in _DTYPES:
-            raise ModelError(f"{directory}: tensor {name} has type {reader.types[name]}")
+            raise ModelError(
+                f"{directory}: tensor {name} has type {reader.types[name]}, which is not supported"
+            )
     return ModelCard(config, directory, reader.types, reader.files), reader
 
 
 def load_params(directory: Path, shardings: Any = None) -> tuple[Params, ModelCard]:
-    """Float32 parameters of a Hugging Face directory, each device reading its own slices.
+    """Loads float32 parameters; each device's slices are read separately.
 
-    `shardings` is a tree of shardings like the parameters; None puts all on the default device.
+    `shardings` is a tree like the parameters; None places everything on the default device.
     """
     card, reader = _read_card(Path(directory))
     stacks: dict[tuple[str, ...], list[str]] = {}
@@ -204,7 +207,7 @@ def load_params(directory: Path, shardings: Any = None) -> tuple[Params, ModelCa
             sharding = _get(shardings, path)
         stacked = len(shapes[path]) > len(reader.shape(names[0]))
         array = _read_sharded(reader, names, shapes[path], stacked, sharding)
-        # Ready before the next is read: transfers in flight would hold several stacks twice.
+        # Wait before reading the next: pending transfers would keep several host copies alive.
         _set(params, path, jax.block_until_ready(array))
     return params, card
 
@@ -228,7 +231,7 @@ def _read_sharded(
 
 
 def save_hf(params: Params, card: ModelCard, directory: Path) -> None:
-    """Writes a Hugging Face directory next to `directory` and renames it into place."""
+    """Writes a Hugging Face directory under a temporary name and renames it to `directory`."""
     directory = Path(directory)
     if directory.exists() and any(directory.iterdir()):
         raise ModelError(f"{directory} exists and is not empty; choose another directory")
@@ -243,7 +246,7 @@ def save_hf(params: Params, card: ModelCard, directory: Path) -> None:
 
 
 def _write_weights(params: Params, card: ModelCard, directory: Path) -> None:
-    """One file at a time, so that the host holds one file's tensors and no more."""
+    """Writes one file at a time, so that host memory holds the tensors of one file only."""
     names: dict[str, list[tuple[str, tuple[str, ...], int | None]]] = {}
     for name, path, layer, _ in tensor_map(card.architecture):
         names.setdefault(card.tensor_files[name], []).append((name, path, layer))
@@ -277,7 +280,4 @@ def _set(tree: Params, path: tuple[str, ...], value: Any) -> None:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    """Whole or not at all."""
-    work = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    work.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-    work.replace(path)
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

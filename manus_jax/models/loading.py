@@ -1,7 +1,7 @@
-"""Where a policy comes from: a Hugging Face directory, another run, or nothing at all.
+"""Initial policies: from a Hugging Face directory, from another run, or initialised at random.
 
-Whatever the source, a run keeps the model's card (config and tokenizer) in its own `model/`, so
-that it can be resumed and exported when the source is gone.
+Every run stores the model card (config and tokenizer) in its own `model/` directory, so that it can
+be resumed and exported without the original source.
 """
 
 import dataclasses
@@ -15,23 +15,22 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from manus_jax.config.settings import ScratchSettings
 from manus_jax.data.chat import train_tokenizer
-from manus_jax.models import huggingface
+from manus_jax.models import huggingface, orbax_params
 from manus_jax.models.architecture import Architecture, ModelError
 from manus_jax.models.huggingface import ModelCard
 from manus_jax.models.transformer import Compute, Params, Transformer, abstract_model, init_params
-from manus_jax.training import checkpoints
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicySource:
-    """A model's card and tokenizer, and `load(shardings)`, which makes its parameters."""
+    """A model card, its tokenizer, and `load(shardings)`, which returns the parameters."""
 
     card: ModelCard
     tokenizer: PreTrainedTokenizerBase
     load: Callable[[Any], Params]
 
     def keep_card(self, directory: Path) -> "PolicySource":
-        """Writes the card to `directory` and refers to it there; process 0 does it for all."""
+        """Writes the card to `directory` (process 0 only) and refers to that copy."""
         if jax.process_index() != 0:
             return self
         self.card.save(directory)
@@ -43,13 +42,13 @@ def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{directory} holds no tokenizer that transformers can read: "
+            f"{directory} contains no tokenizer that transformers can read: "
             + " ".join(str(error).split())[:200]
         ) from None
 
 
 def from_path(path: Path) -> PolicySource:
-    """A Hugging Face directory, or a run directory or checkpoint (its newest step)."""
+    """Opens a Hugging Face directory, a run directory (its newest step) or a checkpoint."""
     path = Path(path).expanduser()
     if not path.exists():
         raise ModelError(f"model.path {path} does not exist")
@@ -57,13 +56,13 @@ def from_path(path: Path) -> PolicySource:
         card = huggingface.read_card(path)
         load = lambda shardings: huggingface.load_params(path, shardings)[0]
         return PolicySource(card, open_tokenizer(path), load)
-    step_dir, card_dir = checkpoints.find_checkpoint(path)
+    step_dir, card_dir = orbax_params.find_checkpoint(path)
     card = ModelCard.load(card_dir)
     return PolicySource(card, open_tokenizer(card_dir), lambda s: load_step(step_dir, card, s))
 
 
 def load_step(step_dir: Path, card: ModelCard, shardings: Any = None) -> Params:
-    """The parameters of a checkpoint, where `shardings` puts them (None: one device)."""
+    """Loads a checkpoint's parameters with the given shardings (None: one device)."""
     _, shapes = abstract_model(Transformer, card.architecture, Compute())
     if shardings is None:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -71,20 +70,20 @@ def load_step(step_dir: Path, card: ModelCard, shardings: Any = None) -> Params:
     target = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
-    return checkpoints.load_params(step_dir, target)
+    return orbax_params.load_params(step_dir, target)
 
 
 def from_scratch(
     settings: ScratchSettings, texts: Iterable[str], seed: int, directory: Path
 ) -> PolicySource:
-    """A random small model and a tokenizer trained on `texts`, kept in `directory`."""
+    """A randomly initialised model and a tokenizer trained on `texts`, saved in `directory`."""
     if (directory / "tokenizer.json").is_file():
         tokenizer = open_tokenizer(directory)
     else:
         work = directory.with_name(f".{directory.name}.tmp-{os.getpid()}")
         tokenizer = train_tokenizer(texts, settings.vocab_size, work)
         directory.mkdir(parents=True, exist_ok=True)
-        # The file that is looked for comes last, so that it is only found among whole ones.
+        # tokenizer.json is moved last: if it exists, the other files are complete.
         for file in sorted(work.iterdir(), key=lambda file: file.name == "tokenizer.json"):
             file.replace(directory / file.name)
         work.rmdir()

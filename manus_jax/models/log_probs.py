@@ -1,10 +1,10 @@
-"""Log-probabilities and entropies of tokens, without ever building `[rows, length, vocab]`.
+"""Log-probabilities and entropies of tokens, without materialising `[rows, length, vocab]`.
 
-The LM head is the largest matrix product of a small model and its logits the largest array of any
-model. So it runs only where a token is trained: the trained positions of all rows are gathered in
-front, and a loop of as many chunks as they fill projects them, one chunk of logits at a time. The
-backward pass computes each chunk's logits again. The loop's length is data, not shape: nothing
-recompiles when the share of trained tokens changes.
+The LM head is the largest matrix product of a small model, and its logits are the largest array of
+any model, so it is applied only to trained tokens: the trained positions of all rows are compacted
+to the front, and a loop computes their logits chunk by chunk. The backward pass recomputes each
+chunk's logits. The number of chunks is data, not shape, so nothing is recompiled when the fraction
+of trained tokens changes.
 """
 
 import functools
@@ -14,10 +14,11 @@ import jax.numpy as jnp
 
 
 def chunk_size(tokens: int) -> int:
-    """How many positions are projected at a time, where a device holds `tokens` of a micro-batch.
+    """The number of positions per chunk if a device has `tokens` tokens of a micro-batch.
 
-    Small chunks waste little on the last one, large ones seldom read the head and add up its
-    gradient: an eighth of the tokens, in steps of 32 and up to 512.
+    Small chunks waste little computation in the last chunk; large chunks read the head and
+    accumulate its gradient less often. The result is about an eighth of `tokens`, a multiple of 32
+    up to 512.
     """
     return min(tokens, 512, max(32, tokens // 256 * 32))
 
@@ -33,19 +34,19 @@ def token_log_probs(
     token_axes: tuple[str, ...] = (),
     vocab_axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-prob of each masked token given what comes before it in its row.
+    """Log-prob of each masked token given the preceding tokens of its row.
 
     Args:
       hidden: [rows, length, hidden_size] states; token t is predicted from position t - 1.
       head: [vocab, hidden_size].
       input_ids: int32 [rows, length].
-      mask: bool [rows, length], the tokens wanted. Position 0 is never predicted.
-      temperature: the logits are divided by it.
+      mask: bool [rows, length], the tokens to score. Position 0 is never scored.
+      temperature: divides the logits.
       with_entropy: also compute the entropy of each masked token's distribution.
-      chunk: how many positions are projected at a time; `chunk_size` unless given.
-      token_axes: under `shard_map`, the mesh axes that the tokens are split over.
-      vocab_axis: under `shard_map` (without checks of replication), the one that the head's
-        vocabulary is split over; all its devices hold the same tokens.
+      chunk: positions per chunk; by default `chunk_size`.
+      token_axes: under `shard_map`, the mesh axes that tokens are sharded over.
+      vocab_axis: under `shard_map` (without replication checks), the mesh axis that the head's
+        vocabulary is sharded over; its devices all have the same tokens.
 
     Returns:
       `(log_probs, entropies)`, float32 [rows, length], zero outside the mask. Without
@@ -75,19 +76,19 @@ def _flat_log_probs(
     with_entropy: bool,
     vocab_axis: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probs and entropies [tokens] of wanted `targets`, each read at the state before it."""
+    """Log-probs and entropies [tokens] of wanted `targets`, from the preceding states."""
     static = (chunk, temperature, with_entropy, vocab_axis)
     return _forward(hidden, head, targets, wanted, num_chunks, *static)[0]
 
 
-def _in_front(wanted: jax.Array, chunk: int) -> jax.Array:
-    """Which tokens are projected in which place: wanted ones first, up to whole chunks."""
+def _compaction(wanted: jax.Array, chunk: int) -> jax.Array:
+    """Token indices with the wanted tokens first, padded to a multiple of `chunk`."""
     order = jnp.argsort(~wanted, stable=True)
     return jnp.pad(order, (0, -wanted.size % chunk))
 
 
-def _back(compact: jax.Array, wanted: jax.Array) -> jax.Array:
-    """Undoes `_in_front`: [places, …] to [tokens, …], zero where a token is not wanted."""
+def _scatter_back(compact: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The inverse of `_compaction`: [slots, …] to [tokens, …], 0 for tokens not wanted."""
     place = jnp.maximum(jnp.cumsum(wanted) - 1, 0)
     return jnp.where(wanted.reshape(-1, *[1] * (compact.ndim - 1)), compact[place], 0)
 
@@ -95,7 +96,7 @@ def _back(compact: jax.Array, wanted: jax.Array) -> jax.Array:
 def _chunk_logits(
     hidden: jax.Array, head: jax.Array, tokens: jax.Array, temperature: float
 ) -> tuple[jax.Array, jax.Array]:
-    """States before `tokens` [chunk, hidden_size], and logits float32 [chunk, vocab]."""
+    """States [chunk, hidden_size] before `tokens`, and logits float32 [chunk, vocab]."""
     states = hidden[jnp.maximum(tokens - 1, 0)]
     logits = jnp.einsum("cd,vd->cv", states, head, preferred_element_type=jnp.float32)
     return states, logits / temperature if temperature != 1.0 else logits
@@ -117,15 +118,15 @@ def _logsumexp(logits: jax.Array, vocab_axis: str | None) -> jax.Array:
     return most + jnp.log(jax.lax.psum(jnp.exp(local - most), vocab_axis))
 
 
-def _from_first(targets: jax.Array, vocab: int, vocab_axis: str | None) -> jax.Array:
-    """Targets counted from the first of the `vocab` ids whose logits this device computes."""
+def _shard_ids(targets: jax.Array, vocab: int, vocab_axis: str | None) -> jax.Array:
+    """Targets relative to the first of the `vocab` ids in this device's shard."""
     return targets if vocab_axis is None else targets - jax.lax.axis_index(vocab_axis) * vocab
 
 
 def _picked(logits: jax.Array, target: jax.Array, vocab_axis: str | None) -> jax.Array:
     """Logits [chunk] of `target` [chunk]."""
     vocab = logits.shape[-1]
-    local = _from_first(target, vocab, vocab_axis)
+    local = _shard_ids(target, vocab, vocab_axis)
     place = jnp.clip(local, 0, vocab - 1)
     picked = jnp.take_along_axis(logits, place[:, None], axis=1)[:, 0]
     return _add(jnp.where(place == local, picked, 0.0), vocab_axis)
@@ -135,7 +136,7 @@ def _forward(  # type: ignore[no-untyped-def]
     hidden, head, targets, wanted, num_chunks, chunk, temperature, with_entropy, vocab_axis
 ):
     compute_head = head.astype(hidden.dtype)
-    order = _in_front(wanted, chunk)
+    order = _compaction(wanted, chunk)
     zeros = jnp.zeros(order.shape, jnp.float32)
 
     def body(i, carry):  # type: ignore[no-untyped-def]
@@ -154,16 +155,16 @@ def _forward(  # type: ignore[no-untyped-def]
 
     log_probs, entropies, lses = jax.lax.fori_loop(0, num_chunks, body, (zeros, zeros, zeros))
     residuals = (hidden, head, targets, wanted, num_chunks, lses, entropies)
-    return (_back(log_probs, wanted), _back(entropies, wanted)), residuals
+    return (_scatter_back(log_probs, wanted), _scatter_back(entropies, wanted)), residuals
 
 
 def _backward(chunk, temperature, with_entropy, vocab_axis, residuals, cotangents):  # type: ignore[no-untyped-def]
     hidden, head, targets, wanted, num_chunks, lses, entropies = residuals
     compute_head = head.astype(hidden.dtype)
-    order = _in_front(wanted, chunk)
+    order = _compaction(wanted, chunk)
     live = jnp.arange(order.size) < wanted.sum()
-    # `shard_map` hands each device its share of a cotangent that is the same on all, and adds up
-    # what they return for `hidden`, which is the same on all too.
+    # For arrays replicated over `vocab_axis`, `shard_map` passes each device a part of the
+    # cotangent and sums the gradients that the devices return.
     d_log_probs, d_entropies = (
         jnp.where(live, _add(g, vocab_axis)[order], 0.0) for g in cotangents
     )
@@ -182,7 +183,7 @@ def _backward(chunk, temperature, with_entropy, vocab_axis, residuals, cotangent
             d_logits = -slope * probs
         else:
             d_logits = -g * probs
-        target = _from_first(targets[tokens], head.shape[0], vocab_axis)[:, None]
+        target = _shard_ids(targets[tokens], head.shape[0], vocab_axis)[:, None]
         vocab = jax.lax.broadcasted_iota(jnp.int32, d_logits.shape, 1)
         d_logits = jnp.where(vocab == target, d_logits + g, d_logits) / temperature
         d_logits = jax.lax.optimization_barrier(d_logits.astype(hidden.dtype))
@@ -198,8 +199,8 @@ def _backward(chunk, temperature, with_entropy, vocab_axis, residuals, cotangent
         jnp.zeros(head.shape, jnp.float32),
     )
     d_states, d_head = jax.lax.fori_loop(0, num_chunks, body, init)
-    # A token's gradient belongs to the state before it; no row's first token is wanted.
-    d_hidden = jnp.pad(_back(d_states, wanted)[1:], ((0, 1), (0, 0)))
+    # The gradient of a token belongs to the preceding state; first tokens of rows are not wanted.
+    d_hidden = jnp.pad(_scatter_back(d_states, wanted)[1:], ((0, 1), (0, 0)))
     return d_hidden, d_head.astype(head.dtype), None, None, None
 
 

@@ -1,12 +1,10 @@
-"""Causal attention within segments by plain masked softmax, a block of queries at a time.
+"""Causal attention within segments by masked softmax, one block of queries at a time.
 
-What runs where there is no kernel for the platform. The backward pass keeps each query's
-logsumexp and its output, as flash attention does: weights are one exponential of the scores, and
-neither their maximum and sum nor the output is computed again.
-
-Inside, heads come before tokens, and queries that share a key-value head lie side by side. Scores
-are [rows, kv_heads, keys, queries], queries minor: XLA's CPU back end reduces over keys in vectors
-then, and one number at a time otherwise, and no product has to turn an array of scores round.
+This implementation is for platforms without a dedicated kernel. Like flash attention, it saves each
+query's logsumexp and the output for the backward pass, so that recomputing the weights takes only
+the scores and one exponential. Internally, heads come before tokens, and queries that share a
+key-value head are adjacent. Scores are [rows, kv_heads, keys, queries] with queries minor, because
+XLA's CPU back end then vectorises the reduction over keys, and no product has to transpose scores.
 """
 
 import functools
@@ -15,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-NEGATIVE = -1e30
-SAVED = "attention"  # the name under which remat policies may keep what the backward pass needs
+MASK_VALUE = -1e30  # the score of masked keys
+SAVED = "attention"  # the checkpoint name of the residuals, for remat policies
 _QUERY_BLOCK = 128
 
 
@@ -30,8 +28,8 @@ def plain_attention(
 ) -> jax.Array:
     """Attention of `q` [rows, queries, heads, dim] over `k`, `v` [rows, keys, kv_heads, dim].
 
-    Queries begin at place `first` of the keys' row. Without it they begin where the keys do, and
-    no block looks at keys that come after it.
+    The first query is at position `first` of the keys. If it is None, queries and keys start at
+    the same position, and a block only reads the keys up to its own end.
     """
     start = jnp.zeros((), jnp.int32) if first is None else first
     return _attend(q, k, v, q_segments, kv_segments, start, first is None)
@@ -51,7 +49,7 @@ def _attend(
 
 
 def _blocks(queries: int, keys: int, aligned: bool) -> list[tuple[slice, int]]:
-    """Slices of the queries, and how many keys each may have to look at."""
+    """Slices of the queries, with the number of keys that each has to read."""
     block = _QUERY_BLOCK if queries % _QUERY_BLOCK == 0 else queries
     starts = range(0, queries, block)
     return [(slice(s, s + block), s + block if aligned else keys) for s in starts]
@@ -70,7 +68,7 @@ def _block_by_head(x: jax.Array, part: slice, kv_heads: int) -> jax.Array:
 
 
 def _block_by_token(x: jax.Array, block: int) -> jax.Array:
-    """Undoes `_block_by_head`, for x [rows, kv_heads, dim, group x block]."""
+    """The inverse of `_block_by_head`, for x [rows, kv_heads, dim, group x block]."""
     rows, kv_heads, dim, queries = x.shape
     x = x.reshape(rows, kv_heads, dim, queries // block, block)
     return x.transpose(0, 4, 1, 3, 2).reshape(rows, block, -1, dim)
@@ -83,7 +81,7 @@ def _scores(q, k, q_segments, kv_segments, first, part):  # type: ignore[no-unty
     causal = jnp.arange(seen)[:, None] <= first + jnp.arange(part.start, part.stop)[None, :]
     mask = causal & (kv_segments[:, :seen, None] == q_segments[:, None, part])
     mask = jnp.tile(mask, (1, 1, q.shape[2] // mask.shape[2]))
-    return jnp.where(mask[:, None], scores, NEGATIVE)
+    return jnp.where(mask[:, None], scores, MASK_VALUE)
 
 
 def _forward(q, k, v, q_segments, kv_segments, first, aligned):  # type: ignore[no-untyped-def]
@@ -106,7 +104,7 @@ def _forward(q, k, v, q_segments, kv_segments, first, aligned):  # type: ignore[
 def _backward(aligned, residuals, d_out):  # type: ignore[no-untyped-def]
     q, k, v, q_segments, kv_segments, first, out, lses = residuals
     keys, values, scale = _by_head(k), _by_head(v), q.shape[-1] ** -0.5
-    # How much a query's weights push against each other: they add up to one.
+    # The term of the softmax gradient that all keys of a query share (sum of d_out * out).
     common = jnp.sum((d_out * out).astype(jnp.float32), axis=-1, keepdims=True)
     d_q, d_keys, d_values = [], jnp.zeros_like(keys), jnp.zeros_like(values)
     for (part, seen), lse in zip(_blocks(q.shape[1], k.shape[1], aligned), lses, strict=True):

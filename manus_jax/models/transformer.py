@@ -1,9 +1,9 @@
-"""The decoder: raw arrays and einsum, layers stacked and scanned.
+"""The decoder, written with plain arrays and einsum; layers are stacked and scanned.
 
-Matrices keep Hugging Face's layout [out, in], with a leading layer axis, so that converting a
-checkpoint is slicing and nothing else. The NNX modules hold parameters; they are split once, at
-set-up, into a graph definition and a plain nested dict, and only the dict enters `jit`.
-What is left out: dropout, KV caches (the engine has its own), mixture of experts.
+Matrices keep Hugging Face's layout [out, in] with a leading layer axis, so converting a checkpoint
+only slices. The NNX modules hold parameters; they are split once, during set-up, into a graph
+definition and a nested dict of arrays, and only the dict is passed to `jit`. Not included: dropout,
+KV caches (the engine has its own) and mixture of experts.
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ from manus_jax.models.vocabulary import embed_tokens
 
 Params = dict[str, Any]
 Products = Callable[..., Sequence[jax.Array]]
-"""(x [..., in], weights [out, in] …) → what each makes of x, [..., out]."""
+"""Maps x [..., in] and weights [out, in], … to one product [..., out] per weight."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """How the forward pass is computed; nothing here changes what it computes."""
+    """How the forward pass is computed: type, rematerialisation and attention kernel."""
 
     dtype: str = "float32"
     remat: str = "full"
@@ -42,14 +42,15 @@ class Compute:
 
     def __post_init__(self) -> None:
         if self.remat not in REMAT_POLICIES:
-            raise ValueError(f"unknown remat policy {self.remat!r}; there are {[*REMAT_POLICIES]}")
+            known = ", ".join(REMAT_POLICIES)
+            raise ValueError(f"unknown remat policy {self.remat!r} (known: {known})")
 
     @property
-    def joins_products(self) -> bool:
-        """Whether products of one input are computed as one: on a single CPU device.
+    def fuses_products(self) -> bool:
+        """Whether products with the same input are fused: only on a single CPU device.
 
-        Joining copies weights. On a CPU that pays; on accelerators nobody has measured it, and
-        weights that are split over devices would travel.
+        Fusing copies weights. On a CPU this is faster; on accelerators it has not been measured,
+        and sharded weights would have to be moved between devices.
         """
         mesh = self.kernel.mesh
         return self.kernel.implementation == "plain" and (mesh is None or mesh.size == 1)
@@ -62,9 +63,9 @@ def make_compute(dtype: str, remat: str, attention: str, mesh: Mesh) -> Compute:
     return Compute(dtype, remat, AttentionKernel(attention, mesh))  # type: ignore[arg-type]
 
 
-# What the backward pass finds saved, per layer. "full" keeps the layer's input alone and computes
-# the layer again; "attention" also keeps the projections into and the output of attention;
-# "minimal" keeps every matrix product; "none" keeps all.
+# What is saved per layer for the backward pass. "full" saves only the layer's input and recomputes
+# the layer; "attention" also saves the inputs and the output of attention; "minimal" saves the
+# result of every matrix product; "none" saves everything.
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "attention": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attention"),
@@ -132,7 +133,7 @@ class Backbone(nnx.Module):
         dtype = jnp.dtype(self.compute.dtype)
         rope = rope_angles(positions, self.arch)
         kernel = self.compute.kernel
-        products = as_one if self.compute.joins_products else one_by_one
+        products = fused if self.compute.fuses_products else separate
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             return attention(q, k, v, segment_ids, kernel)
@@ -158,7 +159,7 @@ class Backbone(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """A language model: the backbone and an LM head that is the embedding when tied."""
+    """A language model: the backbone and an LM head, which may be tied to the embedding."""
 
     def __init__(self, arch: Architecture, compute: Compute, rngs: nnx.Rngs):
         self.backbone = Backbone(arch, compute, rngs)
@@ -174,17 +175,17 @@ class Transformer(nnx.Module):
     def hidden_states(
         self, input_ids: jax.Array, segment_ids: jax.Array, positions: jax.Array
     ) -> jax.Array:
-        """Hidden states [rows, length, hidden], for a head that runs on some positions only."""
+        """Hidden states [rows, length, hidden], for a head applied to some positions only."""
         return self.backbone(input_ids, segment_ids, positions)
 
     def head(self) -> jax.Array:
-        """The LM head [vocab, hidden], in the master type."""
+        """The LM head [vocab, hidden], in the parameter type."""
         return (self.backbone.embed if self.lm_head is None else self.lm_head)[...]
 
     def __call__(
         self, input_ids: jax.Array, segment_ids: jax.Array, positions: jax.Array
     ) -> jax.Array:
-        """Logits float32 [rows, length, vocab], which training itself never builds."""
+        """Logits float32 [rows, length, vocab]; training never materialises them."""
         x = self.hidden_states(input_ids, segment_ids, positions)
         return jnp.einsum(
             "btd,vd->btv", x, self.head().astype(x.dtype), preferred_element_type=jnp.float32
@@ -192,7 +193,7 @@ class Transformer(nnx.Module):
 
 
 class Critic(nnx.Module):
-    """The backbone with a scalar head; `values[t]` is the worth of the state before token t."""
+    """The backbone with a scalar head; `values[t]` is the value of the state before token t."""
 
     def __init__(self, arch: Architecture, compute: Compute, rngs: nnx.Rngs):
         self.backbone = Backbone(arch, compute, rngs)
@@ -201,7 +202,7 @@ class Critic(nnx.Module):
     def __call__(
         self, input_ids: jax.Array, segment_ids: jax.Array, positions: jax.Array
     ) -> jax.Array:
-        """Values float32 [rows, length], token t's read from the hidden state at t - 1."""
+        """Values float32 [rows, length]; the value of token t is read from position t - 1."""
         x = self.backbone(input_ids, segment_ids, positions)
         values = jnp.einsum(
             "btd,d->bt", x, self.value_head[...].astype(x.dtype), preferred_element_type=jnp.float32
@@ -210,30 +211,31 @@ class Critic(nnx.Module):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def linear(x: jax.Array, weight: jax.Array, in_halves: bool = False) -> jax.Array:
+def linear(x: jax.Array, weight: jax.Array, split_sum: bool = False) -> jax.Array:
     """`x` [..., in] times `weight` [out, in].
 
-    `in_halves` adds the two halves of each sum up by themselves: half as many terms round less.
+    `split_sum` accumulates the two halves of each sum separately, which halves the number of terms
+    per sum and so reduces rounding error.
 
-    The backward pass has both its products read operands that are there: left alone, XLA's CPU
-    back end computes what led to an operand once more inside the transposition for the weight's
-    product, a number at a time.
+    The backward pass forces its operands to be materialised. Otherwise XLA's CPU back end fuses the
+    producer of an operand into the transposition for the weight gradient and recomputes it element
+    by element.
     """
     product = functools.partial(jnp.einsum, "...i,oi->...o")
-    if not in_halves:
+    if not split_sum:
         return product(x, weight)
     half = x.shape[-1] // 2
     return product(x[..., :half], weight[:, :half]) + product(x[..., half:], weight[:, half:])
 
 
 def _linear_forward(
-    x: jax.Array, weight: jax.Array, in_halves: bool
+    x: jax.Array, weight: jax.Array, split_sum: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return linear(x, weight, in_halves), (x, weight)
+    return linear(x, weight, split_sum), (x, weight)
 
 
 def _linear_backward(
-    in_halves: bool, operands: tuple[jax.Array, jax.Array], d_out: jax.Array
+    split_sum: bool, operands: tuple[jax.Array, jax.Array], d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, weight = operands
     x, d_out = jax.lax.optimization_barrier((x, d_out))
@@ -245,16 +247,16 @@ def _linear_backward(
 linear.defvjp(_linear_forward, _linear_backward)
 
 
-def one_by_one(x: jax.Array, *weights: jax.Array) -> Sequence[jax.Array]:
+def separate(x: jax.Array, *weights: jax.Array) -> Sequence[jax.Array]:
     """`linear` with each of `weights`."""
     return [linear(x, w) for w in weights]
 
 
-def as_one(x: jax.Array, *weights: jax.Array) -> Sequence[jax.Array]:
-    """`linear` with all `weights` joined: one large product is faster than several small ones.
+def fused(x: jax.Array, *weights: jax.Array) -> Sequence[jax.Array]:
+    """`linear` with the concatenated `weights`: one large product is faster than several.
 
-    In float32, sums are halved: on CPU the kernels add up one term after another, and 30 layers of
-    that were further from the exact logits than torch is.
+    In float32, sums are split: CPU kernels add terms sequentially, and over 30 layers the logits
+    were otherwise less accurate than torch's.
     """
     joined = weights[0] if len(weights) == 1 else jnp.concatenate(weights)
     ends = itertools.accumulate(w.shape[0] for w in weights)
@@ -267,11 +269,11 @@ def block(
     rope: tuple[jax.Array, jax.Array],
     attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     arch: Architecture,
-    products: Products = one_by_one,
+    products: Products = separate,
 ) -> jax.Array:
-    """One decoder layer on `x` [rows, length, hidden]; `attend` is given rotated q, k and v.
+    """One decoder layer on `x` [rows, length, hidden]; `attend` receives rotated q, k and v.
 
-    `products` computes `one_by_one`, for a caller who knows a faster way to.
+    `products` multiplies one input with several weights: `separate`, or a faster equivalent.
     """
     h = rms_norm(x, params["input_norm"], arch.norm_eps)
     projected = products(h, params["q_proj"], params["k_proj"], params["v_proj"])
@@ -310,7 +312,7 @@ def rope_angles(positions: jax.Array, arch: Architecture) -> tuple[jax.Array, ja
 
 
 def _llama3_frequencies(inverse: jax.Array, arch: Architecture) -> jax.Array:
-    """Long wavelengths are divided by `factor`, short ones kept, those between blended."""
+    """Divides low frequencies by `factor`, keeps high ones and interpolates in between."""
     s = arch.rope_scaling
     assert s is not None
     wavelength = 2 * jnp.pi / inverse
@@ -322,7 +324,7 @@ def _llama3_frequencies(inverse: jax.Array, arch: Architecture) -> jax.Array:
 
 
 def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates pairs (i, i + dim/2) of `x` [rows, length, heads, dim] by their position's angle."""
+    """Rotates pairs (i, i + dim/2) of `x` [rows, length, heads, dim] by the position's angle."""
     cos, sin = (a[:, :, None, :] for a in rope)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -330,7 +332,7 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def split_model(model: nnx.Module) -> tuple[nnx.GraphDef[Any], Params]:
-    """The module as a static definition and a plain nested dict of arrays."""
+    """Splits a module into its static definition and a nested dict of arrays."""
     graphdef, state = nnx.split(model)
     return graphdef, nnx.to_pure_dict(state)
 
@@ -338,7 +340,7 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef[Any], Params]:
 def abstract_model(
     kind: type[Transformer] | type[Critic], arch: Architecture, compute: Compute
 ) -> tuple[nnx.GraphDef[Any], Params]:
-    """Definition and parameter shapes, with nothing allocated."""
+    """The definition and parameter shapes, without allocating memory."""
     return split_model(nnx.eval_shape(lambda: kind(arch, compute, nnx.Rngs(0))))
 
 
@@ -349,7 +351,7 @@ def init_params(
     seed: int,
     shardings: Any = None,
 ) -> Params:
-    """Fresh parameters, created where `shardings` (a tree like the parameters) puts them."""
+    """Initialises parameters directly with `shardings`, a tree like the parameters."""
 
     def create(key: jax.Array) -> Params:
         return split_model(kind(arch, compute, nnx.Rngs(params=key)))[1]
@@ -358,7 +360,7 @@ def init_params(
 
 
 def critic_from_policy(policy: Params, value_head: jax.Array | None = None) -> Params:
-    """Critic parameters that start from the policy's backbone and a zero (or given) value head."""
+    """Critic parameters: a copy of the policy's backbone and a zero (or given) value head."""
     backbone = jax.tree.map(jnp.copy, policy["backbone"])
     if value_head is None:
         value_head = jnp.zeros((backbone["norm"].shape[0],), jnp.float32)

@@ -1,10 +1,10 @@
-"""The two ends of the model that touch the vocabulary, embedding and LM head, on a mesh.
+"""Embedding and LM head on a mesh.
 
-Their matrices are the largest parameters, [vocab, hidden], with the vocabulary split over "tensor"
-and hidden over "fsdp" and "sequence". Left to XLA's partitioner, both are gathered in the master
-type, and the head's gradient is added up over all devices once per chunk of positions. Here, under
-`shard_map`, tokens travel rather than the embedding; the head is gathered once per micro-batch, in
-the compute type, and its gradient goes back once, in float32, to where the parameter lies.
+Both are large [vocab, hidden] matrices, with the vocabulary sharded over "tensor" and hidden over
+"fsdp" and "sequence". XLA's partitioner would gather them in the parameter type and all-reduce the
+head's gradient once per chunk of positions. Under `shard_map`, the embedding lookup instead
+exchanges tokens rather than the matrix, and the head is gathered once per micro-batch in the
+compute type, with one reduce-scatter of its gradient in float32.
 """
 
 import functools
@@ -29,10 +29,10 @@ def embed_tokens(
         return jnp.take(embed, input_ids, axis=0).astype(dtype)
 
     def run(embed: jax.Array, input_ids: jax.Array) -> jax.Array:
-        # A device looks up its part of the hidden dimension for the tokens of all that share the
-        # matrix with it, and each gets its own tokens' parts back.
-        everyones = jax.lax.all_gather(input_ids.reshape(-1), HIDDEN_AXES)
-        local, held = _local_ids(everyones, embed.shape[0])
+        # Each device looks up its part of the hidden dimension for the tokens of all devices that
+        # share the matrix; the all-to-all then returns every device the parts of its own tokens.
+        all_ids = jax.lax.all_gather(input_ids.reshape(-1), HIDDEN_AXES)
+        local, held = _local_ids(all_ids, embed.shape[0])
         parts = jnp.where(held[..., None], jnp.take(embed, local, axis=0).astype(dtype), 0)
         if mesh.shape["tensor"] > 1:
             parts = jax.lax.psum(parts, "tensor")
@@ -45,7 +45,7 @@ def embed_tokens(
 
 
 def _local_ids(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Token ids as places in the device's part of the vocabulary, and whether they lie in it."""
+    """Token ids relative to the device's vocabulary shard, and whether they are in it."""
     local = ids - jax.lax.axis_index("tensor") * size
     held = (local >= 0) & (local < size)
     return jnp.where(held, local, 0), held
@@ -60,7 +60,7 @@ def sharded_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`token_log_probs` of arrays [rows, length, …] that are split over `mesh` as batches are."""
+    """`token_log_probs` of arrays [rows, length, …] sharded over `mesh` like batches."""
     if mesh is None or mesh.size == 1:
         return token_log_probs(hidden, head, input_ids, mask, temperature, with_entropy)
     log_probs_of = functools.partial(
@@ -77,7 +77,7 @@ def sharded_log_probs(
         whole = _gather_head(head, str(hidden.dtype))
         if mesh.shape["sequence"] == 1:
             return log_probs_of(hidden, whole, input_ids, mask)
-        longer = _after_the_neighbour(hidden, input_ids, mask, mesh.shape["sequence"])
+        longer = _prepend_neighbour(hidden, input_ids, mask, mesh.shape["sequence"])
         log_probs, entropies = log_probs_of(longer[0], whole, *longer[1:])
         return log_probs[:, 1:], entropies[:, 1:]
 
@@ -92,9 +92,9 @@ def sharded_log_probs(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather_head(head: jax.Array, dtype: str) -> jax.Array:
-    """The head [vocab, hidden] from its parts [vocab, hidden / parts], rounded to `dtype`.
+    """Gathers the head [vocab, hidden] from [vocab, hidden / parts], rounded to `dtype`.
 
-    It keeps the master type, so that its gradient does; XLA drops the cast there and back.
+    The result has the parameter type, so that its gradient does too; XLA removes the double cast.
     """
     part = head.astype(dtype)
     return jax.lax.all_gather(part, HIDDEN_AXES, axis=1, tiled=True).astype(head.dtype)
@@ -111,19 +111,19 @@ def _gather_head_backward(dtype: str, _: None, d_whole: jax.Array) -> tuple[jax.
 _gather_head.defvjp(_gather_head_forward, _gather_head_backward)
 
 
-def _after_the_neighbour(
+def _prepend_neighbour(
     hidden: jax.Array, input_ids: jax.Array, mask: jax.Array, shards: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The device's tokens with the last state of the device before it put in front of them.
+    """Prepends the previous device's last hidden state to this device's tokens.
 
-    A row's first token has nothing before it and is not wanted.
+    The first token of a row has no predecessor and is masked out.
     """
     steps = [(i, i + 1) for i in range(shards - 1)]
     neighbour = jax.lax.ppermute(hidden[:, -1:], "sequence", steps)
     first = (jax.lax.axis_index("sequence") == 0) & (jnp.arange(mask.shape[1]) == 0)
-    in_front = lambda x: jnp.pad(x, ((0, 0), (1, 0)))
+    shift = lambda x: jnp.pad(x, ((0, 0), (1, 0)))
     return (
         jnp.concatenate([neighbour, hidden], axis=1),
-        in_front(input_ids),
-        in_front(mask.astype(bool) & ~first),
+        shift(input_ids),
+        shift(mask.astype(bool) & ~first),
     )

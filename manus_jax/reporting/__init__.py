@@ -1,1 +1,1 @@
-"""The report of a run: one HTML file that shows what its directory holds."""
+"""The HTML report of a run, built from its run directory."""

@@ -1,7 +1,7 @@
-"""Metrics as curves: which of them share a chart, how long series are thinned, where time went.
+"""Charts of metrics: grouping into charts, downsampling, time per phase, validation tables.
 
-A chart is a row of patterns on metric names, so a metric that a recipe never writes leaves no empty
-chart, and one that no chart knows can still be chosen on the page by its name.
+A chart is a list of patterns of metric names. A chart without matching metrics is omitted, and
+metrics that match no chart can be selected on the page by name.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-MAX_POINTS = 3000  # of one curve
+MAX_POINTS = 3000  # per curve
 MAX_BARS = 120
 Metrics = Sequence[Mapping[str, float]]
 Series = dict[str, tuple[list[int], list[float]]]
@@ -17,12 +17,12 @@ Series = dict[str, tuple[list[int], list[float]]]
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """`lines` are patterns of whole metric names and the labels of what they match."""
+    """`lines` are pairs of a pattern for full metric names and the label of its matches."""
 
     section: str
     title: str
     lines: tuple[tuple[str, str], ...]
-    share: bool = False  # the axis goes from 0 to 1
+    share: bool = False  # the axis ranges from 0 to 1
 
 
 _SPREAD = (("mean", "mean"), ("max", "highest"), ("min", "lowest"))
@@ -145,7 +145,7 @@ CHARTS = (
 
 
 def all_series(metrics: Metrics) -> Series:
-    """Steps and values of every metric, at most MAX_POINTS of each."""
+    """Steps and values of every metric, at most MAX_POINTS each."""
     series: Series = {}
     for line in metrics:
         for name, value in line.items():
@@ -153,24 +153,24 @@ def all_series(metrics: Metrics) -> Series:
                 steps, values = series.setdefault(name, ([], []))
                 steps.append(int(line["step"]))
                 values.append(float(f"{value:.6g}"))
-    return {name: thinned(*points, MAX_POINTS) for name, points in series.items()}
+    return {name: downsampled(*points, MAX_POINTS) for name, points in series.items()}
 
 
-def thinned(steps: list[int], values: list[float], limit: int) -> tuple[list[int], list[float]]:
-    """At most `limit` of the points: both ends, and the lowest and highest of every stretch."""
+def downsampled(steps: list[int], values: list[float], limit: int) -> tuple[list[int], list[float]]:
+    """At most `limit` points: both ends, and the minimum and maximum of every interval."""
     count = len(steps)
     if count <= limit:
         return steps, values
     kept = {0, count - 1}
-    stretches = (limit - 2) // 2
-    for i in range(stretches):
-        stretch = range(1 + i * (count - 2) // stretches, 1 + (i + 1) * (count - 2) // stretches)
-        kept |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
+    intervals = (limit - 2) // 2
+    for i in range(intervals):
+        interval = range(1 + i * (count - 2) // intervals, 1 + (i + 1) * (count - 2) // intervals)
+        kept |= {min(interval, key=values.__getitem__), max(interval, key=values.__getitem__)}
     return [steps[i] for i in sorted(kept)], [values[i] for i in sorted(kept)]
 
 
 def charts(series: Series) -> list[dict[str, Any]]:
-    """The charts that have something to show."""
+    """The charts that have data."""
     found = []
     for chart in CHARTS:
         lines: dict[str, str] = {}
@@ -179,10 +179,10 @@ def charts(series: Series) -> list[dict[str, Any]]:
                 match = re.fullmatch(pattern, name)
                 if match and not any(series[name] == series[other] for other in lines):
                     lines[name] = match.expand(label)
-        # A yardstick alone is a level with nothing to compare; so is the only environment.
-        if sum(not _is_yardstick(name) for name in lines) > (chart.section == "Environments"):
+        # A baseline alone has nothing to be compared with, nor has a single environment.
+        if sum(not _is_baseline(name) for name in lines) > (chart.section == "Environments"):
             drawn = [
-                {"metric": name, "label": label, "level": _is_yardstick(name)}
+                {"metric": name, "label": label, "level": _is_baseline(name)}
                 for name, label in lines.items()
             ]
             found.append(
@@ -192,14 +192,14 @@ def charts(series: Series) -> list[dict[str, Any]]:
     return found
 
 
-def _is_yardstick(name: str) -> bool:
+def _is_baseline(name: str) -> bool:
     return name.startswith("val_")
 
 
 def phases(metrics: Metrics) -> dict[str, Any]:
-    """Mean seconds per step by phase, over stretches of steps; they add up to the step's.
+    """Mean seconds per step by phase, over intervals of steps; they sum to the step time.
 
-    `totals` are the seconds of the whole run by phase, in the order of `names`.
+    `totals` are the seconds per phase of the whole run, in the order of `names`.
     """
     timed = [line for line in metrics if "timing_s/step" in line]
     names = list(dict.fromkeys(name for line in timed for name in line if _is_phase(name)))
@@ -210,7 +210,7 @@ def phases(metrics: Metrics) -> dict[str, Any]:
         seconds = [sum(line.get(name, 0.0) for line in chunk) / len(chunk) for name in names]
         whole = sum(line["timing_s/step"] for line in chunk) / len(chunk)
         steps = [int(chunk[0]["step"]), int(chunk[-1]["step"])]
-        # What no phase claims; the timer calls it other, a run without phases has nothing else.
+        # The last entry is time outside all phases; a run without phases has no other entry.
         bars.append({"steps": steps, "seconds": [*seconds, max(0.0, whole - sum(seconds))]})
     totals = [sum(line.get(name, 0.0) for line in timed) for name in names]
     whole = sum(line["timing_s/step"] for line in timed)
@@ -227,7 +227,7 @@ def _is_phase(name: str) -> bool:
 
 
 def environments(metrics: Metrics) -> list[dict[str, Any]]:
-    """Validation by environment, all of them together last where there are several."""
+    """Validation results per environment, followed by the overall row if there are several."""
     pattern = re.compile(r"val/(?:([^/]+)/)?success_rate")
     names = dict.fromkeys(
         match[1] for line in metrics for name in line if (match := pattern.fullmatch(name))
@@ -239,7 +239,7 @@ def environments(metrics: Metrics) -> list[dict[str, Any]]:
         below = f"/{env}" if env else ""
         seen = [line for line in metrics if f"val{below}/success_rate" in line]
         rates = [line[f"val{below}/success_rate"] for line in seen]
-        yardsticks = {
+        baselines = {
             match[1]: value
             for line in metrics
             for name, value in line.items()
@@ -253,7 +253,7 @@ def environments(metrics: Metrics) -> list[dict[str, Any]]:
                 "best": max(rates),
                 "score": seen[-1].get(f"val{below}/score"),
                 "turns": seen[-1].get(f"val{below}/turns"),
-                "yardsticks": yardsticks,
+                "baselines": baselines,
             }
         )
     return table

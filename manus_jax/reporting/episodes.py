@@ -1,8 +1,8 @@
-"""Episodes for the page's browser: few of many files, few of many episodes, every text bounded.
+"""Selection of episodes for the report's episode browser.
 
-A run plays far more than a page can hold. Chosen are the first file, some between and the last
-ones, and of each file episodes that were won and lost in every environment, until its share of the
-page's characters is used up. What was left out is counted, so that the page can say so.
+A run has far more episodes than a page can hold. The selection takes the first, the last and some
+intermediate trajectory files, and from each file successful and failed episodes of every
+environment up to a size limit. Omitted files and episodes are counted, so that the page can say so.
 """
 
 import collections
@@ -19,18 +19,19 @@ from manus_jax.rollout.trajectory import FailedEpisode, Trajectory, Turn
 from manus_jax.rollout.trajectory_files import LoggedEpisode, parse_episode
 
 TRAIN_FILES, VALIDATION_FILES, LAST_FILES = 9, 5, 3
-CANDIDATES = 64  # lines of a file that are looked at
+CANDIDATES = 64  # lines parsed per file
 EPISODES_PER_FILE = 24
-CHARACTERS = 8_000_000  # of all episodes together, as JSON
-TEXT_CHARACTERS = 4_000  # of one observation or message
+CHARACTERS = 8_000_000  # of JSON for all episodes together
+TEXT_CHARACTERS = 4_000  # per observation or message
 TURN_TOKENS = 2_000
 T = TypeVar("T")
 
 
 def browser_data(run: Path, characters: int = CHARACTERS) -> dict[str, Any]:
-    """The chosen files in order of their steps, and how many there are."""
+    """The selected files in order of their steps, and the total number of files."""
     training, validation = _files(run / "trajectories")
-    chosen = spread(training, TRAIN_FILES) + spread(validation, VALIDATION_FILES)
+    chosen = evenly_spaced(training, TRAIN_FILES)
+    chosen += evenly_spaced(validation, VALIDATION_FILES)
     chosen.sort(key=lambda numbered: numbered[0])
     texts = TokenTexts.of_model(run / "model") if chosen else None
     shown: list[dict[str, Any]] = []
@@ -42,8 +43,8 @@ def browser_data(run: Path, characters: int = CHARACTERS) -> dict[str, Any]:
     return {"files": shown, "total_files": len(training) + len(validation)}
 
 
-def spread(items: Sequence[T], count: int) -> list[T]:
-    """At most `count` of the items: the first, the last LAST_FILES, and others evenly between."""
+def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
+    """At most `count` items: the last LAST_FILES, and others evenly spaced from the first."""
     if len(items) <= count:
         return list(items)
     rest = len(items) - LAST_FILES
@@ -52,7 +53,7 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 
 
 def _files(folder: Path) -> tuple[list[tuple[int, Path]], list[tuple[int, Path]]]:
-    """(step, path) of training's files and of validation's, in order."""
+    """(step, path) of the training files and of the validation files, in order."""
     training: list[tuple[int, Path]] = []
     validation: list[tuple[int, Path]] = []
     for path in folder.glob("*.jsonl"):
@@ -71,7 +72,7 @@ def _file(step: int, path: Path, texts: "TokenTexts | None", characters: int) ->
         except ValueError:
             unreadable += 1
     episodes, used = [], 0
-    for number, logged in _mixed(candidates):
+    for number, logged in _interleaved(candidates):
         record = _record(logged, texts) | {"number": number}
         size = len(json.dumps(record))
         if used + size <= characters:
@@ -89,8 +90,10 @@ def _file(step: int, path: Path, texts: "TokenTexts | None", characters: int) ->
     }
 
 
-def _mixed(candidates: Sequence[tuple[int, LoggedEpisode]]) -> list[tuple[int, LoggedEpisode]]:
-    """In turn one of each kind: an environment's won, its lost, its failed episodes."""
+def _interleaved(
+    candidates: Sequence[tuple[int, LoggedEpisode]],
+) -> list[tuple[int, LoggedEpisode]]:
+    """Alternates between kinds: successes, losses and failures of each environment."""
     kinds: dict[Any, list[tuple[int, LoggedEpisode]]] = collections.defaultdict(list)
     for numbered in candidates:
         outcome = numbered[1].outcome
@@ -158,7 +161,7 @@ def _turn_record(
 
 
 def shortened(text: str, limit: int = TEXT_CHARACTERS) -> str:
-    """A text with its middle left out where it is longer than `limit` characters."""
+    """Removes the middle of a text that is longer than `limit` characters."""
     if len(text) <= limit:
         return text
     head = limit * 3 // 4
@@ -171,14 +174,14 @@ def _short(value: float) -> float:
 
 
 class TokenTexts:
-    """What each token adds to the text; a character in several tokens is the last one's."""
+    """The text of each token; a character of several tokens is assigned to the last one."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
 
     @classmethod
     def of_model(cls, directory: Path) -> "TokenTexts | None":
-        """None where a run keeps no tokenizer; the text of whole turns is there all the same."""
+        """None if the run has no tokenizer; turns then have no text per token."""
         path = directory / "tokenizer.json"
         return cls(Tokenizer.from_file(str(path))) if path.is_file() else None
 
@@ -188,7 +191,7 @@ class TokenTexts:
         for place, token in enumerate(ids):
             pending.append(token)
             text = self._tokenizer.decode(pending, skip_special_tokens=False)
-            # No character of UTF-8 has more than four bytes.
+            # A UTF-8 character has at most four bytes.
             unfinished = text.endswith("\ufffd") and len(pending) < 4 and place + 1 < len(ids)
             texts.append("" if unfinished else text)
             if not unfinished:

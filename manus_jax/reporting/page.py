@@ -1,8 +1,8 @@
-"""The page itself: data, style and script in one file that needs nothing else.
+"""The HTML report: data, style and script in one self-contained file.
 
-Texts of models and environments are never markup. They travel as JSON in which every character that
-HTML could mistake for a tag is escaped, the script puts them on the page as text nodes alone, and
-the page forbids itself any script but its own and any request.
+Text from models and environments is untrusted. It is embedded as JSON with HTML-significant
+characters escaped, inserted as text nodes only, and the page's content security policy forbids
+other scripts and all requests.
 """
 
 import base64
@@ -14,30 +14,30 @@ import re
 from pathlib import Path
 from typing import Any
 
+from manus_jax.files import write_atomically
 from manus_jax.reporting import curves, episodes
-from manus_jax.reporting.run_data import RunData, read_run
-from manus_jax.training.run_directory import RunDirectoryError, write_atomically
+from manus_jax.reporting.run_data import ReportError, RunData, read_run
 
 _SCRIPTS = ("elements.js", "charts.js", "time.js", "episodes.js", "main.js")
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
-    """Writes the report of a run directory, to its `report.html` unless told otherwise."""
+    """Writes the report of a run directory to `out`, by default its `report.html`."""
     run = Path(run).expanduser()
     out = run / "report.html" if out is None else Path(out).expanduser()
     page = render(report_data(run))
     try:
         write_atomically(out, page)
     except OSError as error:
-        raise RunDirectoryError(f"the report {out} cannot be written: {error}") from None
+        raise ReportError(f"the report {out} cannot be written: {error}") from None
     return out
 
 
 def report_data(run: Path) -> dict[str, Any]:
-    """All that the page shows, as JSON."""
+    """The data of the page as JSON."""
     data = read_run(run)
     series = curves.all_series(data.metrics)
-    # Most metrics are written at every step: their steps are kept once.
+    # Most metrics have the same steps, so each distinct list of steps is stored once.
     axes = {axis: i for i, axis in enumerate(dict.fromkeys(tuple(s) for s, _ in series.values()))}
     return {
         "run": _facts(data),
@@ -67,7 +67,7 @@ def _facts(data: RunData) -> dict[str, Any]:
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page, in ASCII."""
+    """The page as ASCII text."""
     script = "\n".join(_asset(name) for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
@@ -77,12 +77,12 @@ def render(data: dict[str, Any]) -> str:
         "DATA": script_safe_json(data),
         "SCRIPT": script,
     }
-    # In one pass: a part that holds the name of another stays as it is.
+    # A single pass, so that placeholders inside inserted text are not replaced.
     return re.sub(r"\{\{([A-Z_]+)\}\}", lambda match: parts[match[1]], _asset("report.html"))
 
 
 def script_safe_json(data: Any) -> str:
-    """JSON that ends no script element and opens no comment."""
+    """JSON that can neither end a script element nor open a comment."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

@@ -1,7 +1,7 @@
-"""What a run has written so far, read without disturbing it.
+"""The data of a run, read while it may still be running.
 
-The run may still be going: a line that is being written is no line yet, and a file that is not
-there is an empty one. Only a directory without metrics is no run.
+An incomplete last line is skipped, and missing files are treated as empty. Only a directory without
+`metrics.jsonl` is an error.
 """
 
 import dataclasses
@@ -11,16 +11,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manus_jax.training.run_directory import RunDirectoryError, gin_bindings
+from manus_jax.errors import UserError
+from manus_jax.training.run_directory import gin_bindings
+
+
+class ReportError(UserError, ValueError):
+    """A directory has no run to report, or the report cannot be written."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunData:
     path: Path
-    config: str  # config.gin; empty where there is none
-    metrics: tuple[Mapping[str, float], ...]  # one per step, in order, the key "step" included
-    unreadable: int  # lines of metrics.jsonl that are no metrics
-    written: float  # when metrics.jsonl was last written, in seconds since 1970
+    config: str  # config.gin; empty if it does not exist
+    metrics: tuple[Mapping[str, float], ...]  # one per step, in order, including the key "step"
+    unreadable: int  # lines of metrics.jsonl that could not be parsed
+    written: float  # modification time of metrics.jsonl, in seconds since 1970
 
     @property
     def bindings(self) -> dict[str, str]:
@@ -28,10 +33,10 @@ class RunData:
 
 
 def read_run(path: Path) -> RunData:
-    """Reads a run's directory; RunDirectoryError says why a directory is none."""
+    """Reads a run directory; raises ReportError if it is not one."""
     metrics_file = path / "metrics.jsonl"
     if not metrics_file.is_file():
-        raise RunDirectoryError(_why_not(path))
+        raise ReportError(_why_not(path))
     metrics, unreadable = read_metrics(metrics_file)
     config = path / "config.gin"
     return RunData(
@@ -44,9 +49,9 @@ def read_run(path: Path) -> RunData:
 
 
 def read_metrics(path: Path) -> tuple[tuple[Mapping[str, float], ...], int]:
-    """The finite numbers of every step, and how many lines could not be read.
+    """The finite values of every step, and the number of lines that could not be parsed.
 
-    Lines of the same step are one step; what the later one says counts.
+    Lines of the same step are merged; later values win.
     """
     steps: dict[int, dict[str, float]] = {}
     unreadable = 0
@@ -68,9 +73,9 @@ def _is_number(value: Any) -> bool:
 
 def _why_not(path: Path) -> str:
     if not path.exists():
-        return f"{path} does not exist; give the directory of a run, its train.run_dir"
+        return f"{path} does not exist; give a run directory (train.run_dir)"
     if not path.is_dir():
-        return f"{path} is a file; give the directory of a run, its train.run_dir"
+        return f"{path} is a file; give a run directory (train.run_dir)"
     below = sorted(p.parent.name for p in path.glob("*/metrics.jsonl"))
-    hint = f"; there are runs in it: {', '.join(below[:5])}" if below else ""
-    return f"{path} is not the directory of a run: it has no metrics.jsonl{hint}"
+    hint = f"; it contains the runs {', '.join(below[:5])}" if below else ""
+    return f"{path} is not a run directory: it has no metrics.jsonl{hint}"

@@ -1,6 +1,6 @@
-"""Reward functions by name: importing the package registers all that come with it.
+"""Reward functions by name; importing the package registers the built-in ones.
 
-A new one is a function under `@register_reward("name")`, in a module here or in one of yours that
+To add one, decorate a function with `@register_reward("name")`, in this package or in a module that
 the configuration imports.
 """
 

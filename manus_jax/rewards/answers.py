@@ -1,8 +1,8 @@
-"""Rewards that compare the agent's answer with the right ones: exact match, F1, BLEU.
+"""Rewards that compare the agent's answer with reference answers: exact match, F1, BLEU.
 
-The answer is the last `<answer>…</answer>` of what the agent itself said, or its whole last turn
-where `tag` is None. The right answers are the dataset's ground truth: a text, a number, a list of
-either, or a mapping with such a thing under "target"; the best match counts.
+The answer is the last `<answer>…</answer>` block in the agent's own text, or its whole last turn if
+`tag` is None. The reference answers are the dataset's ground truth: a string, a number, a list of
+them, or a mapping with one of these under "target". The best match counts.
 """
 
 import math
@@ -20,15 +20,15 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalized(answer: str) -> str:
-    """Lower case, without punctuation and articles, with single spaces between the words."""
+    """Lower-cases, removes punctuation and articles, and collapses whitespace."""
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
 def references(ground_truth: Any) -> list[str]:
-    """The right answers as texts; ValueError where there is none."""
+    """The reference answers as strings; ValueError if there are none."""
     if isinstance(ground_truth, Mapping):
         if "target" not in ground_truth:
-            raise ValueError(f"the ground truth has no 'target' but {list(ground_truth)}")
+            raise ValueError(f"the ground truth has no key 'target', only {list(ground_truth)}")
         ground_truth = ground_truth["target"]
     several = isinstance(ground_truth, Sequence) and not isinstance(ground_truth, str)
     listed = list(ground_truth) if several else [ground_truth]
@@ -38,7 +38,7 @@ def references(ground_truth: Any) -> list[str]:
 
 
 def given_answer(solution_str: str, turns: Sequence[EpisodeTurn], tag: str | None) -> str | None:
-    """What the agent answered; None if nothing."""
+    """The agent's answer, or None."""
     if tag is None:
         return turns[-1].text if turns else solution_str
     blocks = tagged_blocks(solution_str, [tag])
@@ -56,16 +56,18 @@ def exact_match(
     format_score: float = 0.0,
     **facts: Any,
 ) -> float:
-    """1 for a right answer, `format_score` for a wrong one, 0 for none.
+    """1 for a correct answer, `format_score` for a wrong one, 0 for none.
 
-    Texts are compared normalized; with `substring`, an answer that contains a right one is right.
+    Strings are normalized first. With `substring`, an answer that contains a reference is correct.
     """
-    right = [normalized(reference) for reference in references(ground_truth)]
+    correct = [normalized(reference) for reference in references(ground_truth)]
     answer = given_answer(solution_str, turns, tag)
     if answer is None:
         return 0.0
-    said = normalized(answer)
-    matches = said in right or (substring and any(one and one in said for one in right))
+    predicted = normalized(answer)
+    matches = predicted in correct or (
+        substring and any(one and one in predicted for one in correct)
+    )
     return 1.0 if matches else format_score
 
 
@@ -78,14 +80,14 @@ def f1(
     tag: str | None = "answer",
     **facts: Any,
 ) -> float:
-    """The F1 of the answer's words against those of the best right answer, both normalized."""
-    right = references(ground_truth)
+    """F1 of the normalized words of the answer and the best-matching reference."""
+    correct = references(ground_truth)
     answer = given_answer(solution_str, turns, tag)
-    return 0.0 if answer is None else max(_f1(normalized(answer), normalized(r)) for r in right)
+    return 0.0 if answer is None else max(_f1(normalized(answer), normalized(r)) for r in correct)
 
 
-def _f1(said: str, right: str) -> float:
-    ours, theirs = said.split(), right.split()
+def _f1(predicted: str, correct: str) -> float:
+    ours, theirs = predicted.split(), correct.split()
     if not ours or not theirs:
         return float(ours == theirs)
     common = (Counter(ours) & Counter(theirs)).total()
@@ -103,32 +105,32 @@ def bleu(
     smooth: bool = True,
     **facts: Any,
 ) -> float:
-    """BLEU of the answer against all right answers (lower case, words split at spaces).
+    """BLEU of the answer against all references (lower case, words split at spaces).
 
     The geometric mean of the clipped n-gram precisions up to `max_order`, times the brevity penalty
-    against the right answer of the nearest length. With `smooth`, one is added to the counts of the
-    n-grams longer than a word (Lin and Och, 2004), as single sentences seldom share four words.
+    for the reference of the nearest length. `smooth` adds one to the counts of n-grams longer than
+    one word (Lin and Och, 2004), because single sentences rarely share four words.
     """
     if max_order < 1:
-        raise ValueError(f"max_order is {max_order}; at least 1")
-    right = [reference.lower().split() for reference in references(ground_truth)]
+        raise ValueError(f"max_order must be at least 1, got {max_order}")
+    correct = [reference.lower().split() for reference in references(ground_truth)]
     answer = given_answer(solution_str, turns, tag)
-    said = (answer or "").lower().split()
-    if not said:
+    predicted = (answer or "").lower().split()
+    if not predicted:
         return 0.0
     total = 0.0
     for order in range(1, max_order + 1):
-        ours = _ngrams(said, order)
+        ours = _ngrams(predicted, order)
         best: Counter[tuple[str, ...]] = Counter()
-        for words in right:
+        for words in correct:
             best |= _ngrams(words, order)
         added = 1 if smooth and order > 1 else 0
         matched, possible = (ours & best).total() + added, ours.total() + added
         if not matched:
             return 0.0
         total += math.log(matched / possible)
-    nearest = min((len(words) for words in right), key=lambda n: (abs(n - len(said)), n))
-    brevity = min(0.0, 1 - nearest / len(said))
+    nearest = min((len(words) for words in correct), key=lambda n: (abs(n - len(predicted)), n))
+    brevity = min(0.0, 1 - nearest / len(predicted))
     return math.exp(brevity + total / max_order)
 
 

@@ -1,7 +1,7 @@
-"""Tagged blocks in what an agent said: `<think>…</think>` and the like, in one pass over the text.
+"""Tagged blocks in an agent's text, such as `<think>…</think>`, found in one pass.
 
-The one idea: a block counts when it is closed by its own tag; a tag inside another block is text of
-that block. Linear in the length of the text, whatever is in it.
+A block must be closed by its own tag, and a tag inside another block belongs to the content of that
+block. The time is linear in the length of the text.
 """
 
 import re
@@ -15,7 +15,7 @@ class Block(NamedTuple):
 
 
 def tagged_blocks(text: str, tags: Iterable[str]) -> list[Block]:
-    """The closed blocks of these tags, in order; nested ones are part of the outer content."""
+    """The closed blocks with these tags, in order; nested blocks are part of the outer content."""
     pattern = re.compile(rf"<(/?)({'|'.join(map(re.escape, sorted(set(tags))))})>")
     found: list[Block] = []
     opened: re.Match[str] | None = None

@@ -1,6 +1,6 @@
-"""Rewards made of other rewards: weighted sums whose parts are told one by one.
+"""Weighted sums of other rewards.
 
-The parts of a sum are reported with their weights on, so that they add up to the total.
+Components are reported after weighting, so that they sum to the total.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,9 +38,9 @@ def weighted(
     parameters: Mapping[str, Mapping[str, Any]] | None = None,
     **facts: Any,
 ) -> Score:
-    """The sum of the reward functions in `weights`, each times its weight.
+    """The weighted sum of the reward functions in `weights`.
 
-    `parameters` gives constants by function: {"length_penalty": {"max_length": 200}}.
+    `parameters` sets constants per function, e.g. {"length_penalty": {"max_length": 200}}.
     """
     parts: dict[str, float] = {}
     shares: list[float] | None = None
@@ -80,28 +80,28 @@ def agentgym(
     actions_minimum: float = 0.0,
     **facts: Any,
 ) -> Score:
-    """OpenManus-RL's composite: environment, form, length of thoughts, the reference's actions."""
-    said = (solution_str, ground_truth)
-    from_env = env(*said, turns=turns, env_reward=env_reward, scale=env_scale, clip=env_clip)
+    """OpenManus-RL's composite of environment, format, thought length and reference actions."""
+    common = (solution_str, ground_truth)
+    from_env = env(*common, turns=turns, env_reward=env_reward, scale=env_scale, clip=env_clip)
     parts = {
         "env": env_weight * from_env.total,
         "format": format_weight
         * tag_format(
-            *said,
+            *common,
             mode=format_mode,  # type: ignore[arg-type]
             maximum=format_maximum,
             minimum=format_minimum,
         ),
         "length": length_weight
         * thought_length(
-            *said,
+            *common,
             target=length_target,
             tolerance=length_tolerance,
             maximum=length_maximum,
             minimum=length_minimum,
         ),
         "actions": actions_weight
-        * action_similarity(*said, turns=turns, maximum=actions_maximum, minimum=actions_minimum),
+        * action_similarity(*common, turns=turns, maximum=actions_maximum, minimum=actions_minimum),
     }
     shares = tuple(env_weight * share for share in from_env.turn_scores or ())
     return Score(sum(parts.values()), parts, shares)

@@ -1,4 +1,4 @@
-"""Rewards that are the environment's own word: its reward of the episode, its verdict."""
+"""Rewards given by the environment itself: its episode reward, and success or failure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +17,9 @@ def env(
     clip: float | None = None,
     **facts: Any,
 ) -> Score:
-    """The environment's reward of the episode, times `scale`, within ±`clip`.
+    """The environment's episode reward, multiplied by `scale` and clipped to ±`clip`.
 
-    Each turn's share is the growth of the reward at that turn.
+    The share of a turn is the increase of the reward in that turn.
     """
     total = scale * env_reward
     if clip is not None:
@@ -39,10 +39,9 @@ def goal(
     lost: float = -1.0,
     **facts: Any,
 ) -> float:
-    """`won` for a success, `lost` where the environment ended the episode and gave nothing.
+    """`won` for a success, `lost` if the environment ended the episode without a reward.
 
-    What lies between (partial credit, or an episode that was cut) is worth the environment's own
-    reward.
+    Otherwise (partial credit, or a truncated episode) the environment's reward.
     """
     if success:
         return won

@@ -1,4 +1,4 @@
-"""Rewards for the form of what the agent says: its tags, its valid actions, a pattern."""
+"""Rewards for the format of the agent's text: tags, valid actions, a pattern."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ SIMPLE_ORDER = ("think", "act")
 
 
 def _in_order(wanted: Sequence[str], found: Sequence[str]) -> bool:
-    """Whether `wanted` can be read off `found` from left to right."""
+    """Whether `wanted` is a subsequence of `found`."""
     rest = iter(found)
     return all(tag in rest for tag in wanted)
 
@@ -28,14 +28,14 @@ def tag_format(
     minimum: float = -0.5,
     **facts: Any,
 ) -> float:
-    """How much of the form think, memory, plan, think, act there is.
+    """How much of the format think, memory, plan, think, act the text has.
 
-    "full": all in this order gets the maximum; all four tags in any order (maximum + minimum) /
-    1.5; think and act (maximum + minimum) / 2. "simple": think before act gets the maximum. Nothing
-    of this gets the minimum.
+    In "full" mode, all tags in this order score the maximum, all four tags in any order
+    (maximum + minimum) / 1.5, and think and act (maximum + minimum) / 2. In "simple" mode, think
+    before act scores the maximum. Anything else scores the minimum.
     """
     if mode not in ("full", "simple"):
-        raise ValueError(f"mode is {mode!r}; there are 'full' and 'simple'")
+        raise ValueError(f"unknown mode {mode!r} (known: full, simple)")
     found = [block.tag for block in tagged_blocks(solution_str, TAGS)]
     if mode == "simple":
         return maximum if _in_order(SIMPLE_ORDER, found) else minimum
@@ -52,7 +52,7 @@ def tag_format(
 def valid_actions(
     solution_str: str, ground_truth: Any, *, turns: Sequence[EpisodeTurn], **facts: Any
 ) -> Score:
-    """The share of turns that held a valid action, each turn with its part; 0 without turns."""
+    """The fraction of turns with a valid action, allocated per turn; 0 without turns."""
     shares = tuple(float(turn.valid) / len(turns) for turn in turns)
     return Score(sum(shares), {}, shares)
 
@@ -66,6 +66,6 @@ def pattern(
     pattern: str,
     **facts: Any,
 ) -> float:
-    """1 if the regular expression `pattern` is found in the agent's last turn, else 0."""
+    """1 if the regular expression `pattern` matches in the agent's last turn, else 0."""
     last = turns[-1].text if turns else solution_str
     return float(re.search(pattern, last, re.DOTALL) is not None)

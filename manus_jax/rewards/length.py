@@ -1,4 +1,4 @@
-"""Rewards for the length of what the agent says."""
+"""Rewards for the length of the agent's text."""
 
 import math
 from collections.abc import Sequence
@@ -20,14 +20,16 @@ def thought_length(
     tag: str | None = "think",
     **facts: Any,
 ) -> float:
-    """The maximum for about `target` words inside `tag` blocks; less, the further away from that.
+    """The maximum for about `target` words inside `tag` blocks, less for more or fewer words.
 
-    Within `tolerance` (a share of the target) all is well. Half of the span between maximum and
-    minimum is lost at no words, or at twice the upper bound. No block at all gets the minimum.
-    `tag` None counts the words of everything that was said.
+    Deviations within `tolerance` (a fraction of the target) are free. Zero words, or twice the
+    upper bound, lose half of the span between maximum and minimum. No block scores the minimum.
+    With `tag` None, all words are counted.
     """
     if target < 1 or not 0 <= tolerance < 1:
-        raise ValueError(f"target {target} must be at least 1 and tolerance {tolerance} in [0, 1)")
+        raise ValueError(
+            f"target must be at least 1 and tolerance in [0, 1), got {target} and {tolerance}"
+        )
     if tag is None:
         thoughts = [solution_str]
     else:
@@ -57,13 +59,13 @@ def length_penalty(
     scale: float = 0.01,
     **facts: Any,
 ) -> float:
-    """Minus `scale` for every character by which the last turn is too long or too short.
+    """-`scale` times the excess d, the characters by which the last turn is too long or too short.
 
-    `shape` is what the number of characters d counts for: d, d² or log(1 + d).
+    `shape` selects d ("linear"), d² ("quadratic") or log(1 + d) ("log").
     """
     size = len(turns[-1].text if turns else solution_str)
     outside = float(max(0, size - max_length, min_length - size))
     shapes = {"linear": outside, "quadratic": outside**2, "log": math.log1p(outside)}
     if shape not in shapes:
-        raise ValueError(f"shape is {shape!r}; there are {', '.join(shapes)}")
+        raise ValueError(f"unknown shape {shape!r} (known: {', '.join(shapes)})")
     return -scale * shapes[shape]

@@ -1,8 +1,8 @@
-"""A reward for doing what a reference episode did: its actions, in its order.
+"""A reward for repeating the actions of a reference episode in their order.
 
-The reference actions come from the dataset's ground truth: a list of actions, or a conversation
-(AgentGym's from/value or role/content), either of them perhaps as JSON text. An action of a
-conversation is what follows "Action:" or stands in an act, action or response tag.
+The reference is the dataset's ground truth: a list of actions or a conversation (with from/value or
+role/content keys), possibly as JSON text. The actions of a conversation follow "Action:" or are in
+act, action or response tags.
 """
 
 import json
@@ -16,12 +16,12 @@ ACTION_TAGS = ("act", "action", "response")
 
 
 def normalized(action: str) -> str:
-    """Lower case, single spaces, no full stop at the end."""
+    """Lower-cases, collapses whitespace and removes trailing full stops."""
     return " ".join(action.lower().split()).rstrip(".").rstrip()
 
 
 def actions_in(text: str) -> list[str]:
-    """The actions that a text of the agent's holds, in tags or after "Action:"."""
+    """The actions in an agent's text, in tags or after "Action:"."""
     tagged = [block.content for block in tagged_blocks(text, ACTION_TAGS)]
     if tagged:
         return tagged
@@ -31,7 +31,7 @@ def actions_in(text: str) -> list[str]:
 
 
 def reference_actions(ground_truth: Any) -> list[str]:
-    """The actions of the reference; none where there is no ground truth."""
+    """The actions of the reference; empty if there is no ground truth."""
     if isinstance(ground_truth, str):
         try:
             listed = json.loads(ground_truth)
@@ -55,7 +55,7 @@ def reference_actions(ground_truth: Any) -> list[str]:
             if entry.get("from", entry.get("role")) in ("gpt", "assistant"):
                 actions += actions_in(str(entry.get("value", entry.get("content", ""))))
         else:
-            raise ValueError(f"the ground truth holds {type(entry).__name__}, not actions")
+            raise ValueError(f"the ground truth contains {type(entry).__name__}, not actions")
     return actions
 
 
@@ -69,10 +69,10 @@ def action_similarity(
     minimum: float = 0.0,
     **facts: Any,
 ) -> float:
-    """The share of the reference's actions that the agent did, in their order.
+    """The fraction of the reference's actions that the agent took, in their order.
 
-    Other actions in between do no harm. Scaled to `minimum`..`maximum`; the middle where there is
-    no reference.
+    Other actions in between are ignored. Scaled to `minimum`..`maximum`; the middle of the range if
+    there is no reference.
     """
     wanted = [normalized(action) for action in reference_actions(ground_truth)]
     if not wanted:

@@ -22,9 +22,11 @@ from manus_jax.config.settings import (
     SftSettings,
     TrainSettings,
 )
-from manus_jax.data.tasks import Mixture, Task, read_tasks, without
-from manus_jax.evaluation.eval_sets import Panel, listed_tasks, make_panel, split_tasks
+from manus_jax.data.mixture import Mixture
+from manus_jax.data.tasks import Task, read_tasks, without
+from manus_jax.evaluation.eval_sets import EvalSet, listed_tasks, make_eval_set, split_tasks
 from manus_jax.evaluation.play import evaluate_policy
+from manus_jax.files import write_atomically
 from manus_jax.learner.learner import Learner, Reference
 from manus_jax.learner.mesh import check_batch, make_mesh, param_shardings
 from manus_jax.models import loading
@@ -57,7 +59,7 @@ from manus_jax.training.learner_specs import (
 )
 from manus_jax.training.metric_sinks import check_sinks
 from manus_jax.training.rollouts import Rollouts
-from manus_jax.training.run_directory import RunDirectory, write_atomically
+from manus_jax.training.run_directory import RunDirectory
 from manus_jax.training.trainer import Trainer
 from manus_jax.weights.host_tensors import gather_to_host
 
@@ -67,20 +69,20 @@ Sources = list[tuple[str, list[Task], float]]
 
 def read_task_sources(
     data: DataSettings, env: EnvSettings, val_tasks: int
-) -> tuple[Sources, Panel]:
-    """Weighted sources of training tasks, and the fixed panel of held-out ones."""
-    panel = make_panel(env, val_tasks, data.val_files)
+) -> tuple[Sources, EvalSet]:
+    """Weighted sources of training tasks, and the evaluation set of held-out ones."""
+    eval_set = make_eval_set(env, val_tasks, data.val_files)
     if not data.train_files:
         every = 10**9
         sources = [(name, split_tasks(name, "train", every), 1.0) for name in env.names]
-        return sources, panel
+        return sources, eval_set
     held_out = read_tasks(data.val_files) if data.val_files else []
     sources = []
     for index, path in enumerate(data.train_files):
         tasks = without(listed_tasks([path], env.names), held_out)
         weight = data.train_weights[index] if data.train_weights else float(max(1, len(tasks)))
         sources.append((f"{index}:{Path(path).name}", tasks, weight))
-    return sources, panel
+    return sources, eval_set
 
 
 def check_sizes(config: TrainConfig, recipe: Recipe) -> None:
@@ -102,16 +104,18 @@ def check_sizes(config: TrainConfig, recipe: Recipe) -> None:
         )
 
 
-def _yardsticks(train: TrainSettings, panel: Panel, rollout: RolloutSettings) -> dict[str, Agent]:
+def _baselines(
+    train: TrainSettings, eval_set: EvalSet, rollout: RolloutSettings
+) -> dict[str, Agent]:
     made: dict[str, Agent] = {"oracle": OraclePolicy(), "random": RandomPolicy(train.seed)}
-    for name in train.yardsticks:
+    for name in train.baselines:
         if name not in made:
-            raise ConfigError(f"train.yardsticks has {name!r}; there are oracle and random")
-        for env in panel.environments:
+            raise ConfigError(f"train.baselines has {name!r}; there are oracle and random")
+        for env in eval_set.environments:
             try:
                 made[name].check(env, rollout)
             except ValueError as error:
-                raise ConfigError(f"train.yardsticks: {error}") from None
+                raise ConfigError(f"train.baselines: {error}") from None
     return made
 
 
@@ -120,7 +124,7 @@ def play_traces(
 ) -> None:
     """Episodes of the training tasks to fine-tune on, as conversations in a file.
 
-    The oracle and chance play through the same prompts and formats that the model will meet.
+    The oracle and the random policy use the same prompts and formats as the model.
     """
     assert pool is not None
     settings = config.warm_start
@@ -198,9 +202,9 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
     kernel = make_compute(**dataclasses.asdict(config.compute), mesh=mesh).kernel
     check_batch(data.rows, data.max_length, mesh, kernel.implementation)
-    sources, panel = read_task_sources(data, config.env, train.val_tasks)
+    sources, eval_set = read_task_sources(data, config.env, train.val_tasks)
     mixture = Mixture(sources, train.seed)
-    yardsticks = _yardsticks(train, panel, rollout)
+    baselines = _baselines(train, eval_set, rollout)
     if config.model.path is not None:
         loading.from_path(Path(config.model.path))
     opened = job.on_primary(lambda: RunDirectory(train.run_dir, operative_config))
@@ -230,7 +234,7 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
             )
             agent = EngineAgent(engine, source.tokenizer)
             validation = make_rollout(config.rollout, train.seed, train.val_temperature)
-            policies: dict[str, Agent] = {"val": agent, **yardsticks}
+            policies: dict[str, Agent] = {"val": agent, **baselines}
             return Rollouts(
                 train=train,
                 algorithm=config.algorithm,
@@ -241,7 +245,7 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
                 engine=engine,
                 agent=agent,
                 pool=pool,
-                evaluate=lambda name: evaluate_policy(policies[name], pool, panel, validation),
+                evaluate=lambda name: evaluate_policy(policies[name], pool, eval_set, validation),
             )
 
         rollouts = job.on_primary(open_rollouts)

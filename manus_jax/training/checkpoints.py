@@ -16,12 +16,8 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
-from manus_jax.errors import UserError
 from manus_jax.learner.update import TrainState
-
-
-class CheckpointError(UserError, ValueError):
-    """A checkpoint that is missing or does not fit, with the path."""
+from manus_jax.models.orbax_params import CheckpointError
 
 
 class Checkpoints:
@@ -138,43 +134,3 @@ def abstract_state(state: TrainState, shardings: TrainState) -> TrainState:
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
     )
-
-
-def find_checkpoint(path: Path) -> tuple[Path, Path]:
-    """`(step directory, model card directory)` of a step directory, or a run's newest step."""
-    path = Path(path).absolute()
-    if (path / "params").is_dir():
-        step_dir = path
-    else:
-        root = path if path.name == "checkpoints" else path / "checkpoints"
-        steps = [p for p in root.glob("*") if p.name.isdigit() and (p / "params").is_dir()]
-        if not steps:
-            raise CheckpointError(
-                f"{path} holds no checkpoint: expected a run directory, or a step below its "
-                "checkpoints/"
-            )
-        step_dir = max(steps, key=lambda p: int(p.name))
-    card = step_dir.parent.parent / "model"
-    if not (card / "config.json").is_file():
-        raise CheckpointError(f"{card} is missing: it says what model {step_dir} holds")
-    return step_dir, card
-
-
-def load_params(step_dir: Path, abstract_params: Any) -> Any:
-    """Only the parameters of a step directory, put where `abstract_params` says."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(Path(step_dir).absolute() / "params", abstract_params)
-
-
-def save_params(run_dir: Path, params: Any, host: dict[str, Any]) -> Path:
-    """A checkpoint of parameters alone as step 0 of `run_dir`."""
-    directory = Path(run_dir).absolute() / "checkpoints"
-    with ocp.CheckpointManager(directory, item_names=("params", "host")) as manager:
-        manager.save(
-            0,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(params), host=ocp.args.JsonSave(host)
-            ),
-        )
-        manager.wait_until_finished()
-    return directory / "0"

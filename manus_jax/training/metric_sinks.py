@@ -1,7 +1,7 @@
-"""Metrics for programs that people watch runs with: TensorBoard's event files, wandb.
+"""Metrics for TensorBoard and Weights & Biases.
 
-They are copies. `metrics.jsonl` is the truth, and a run that resumes tells each of them from which
-step on it will say things again, so that none shows a step twice.
+`metrics.jsonl` is authoritative; these are copies. A resumed run tells each sink from which step
+it logs again, so that no step appears twice.
 """
 
 import contextlib
@@ -12,14 +12,15 @@ from types import ModuleType
 
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.settings import TrainSettings
-from manus_jax.training.run_directory import RunDirectory, gin_bindings, write_atomically
+from manus_jax.files import write_atomically
+from manus_jax.training.run_directory import RunDirectory, gin_bindings
 
 Sink = Callable[[int, Mapping[str, float]], None]
-"""Takes a step and its metrics."""
+"""Receives a step and its metrics."""
 
 
 def check_sinks(train: TrainSettings) -> None:
-    """ConfigError where a sink is asked for whose library is not installed."""
+    """Raises ConfigError if the library of a configured sink is not installed."""
     if train.tensorboard:
         _library("tensorboardX", "train.tensorboard")
     if train.wandb_project:
@@ -28,7 +29,7 @@ def check_sinks(train: TrainSettings) -> None:
 
 @contextlib.contextmanager
 def open_sinks(train: TrainSettings, directory: RunDirectory, start: int) -> Iterator[Sink]:
-    """One sink that feeds all that are asked for; `start` is the step the run goes on from."""
+    """One sink that writes to all configured ones; `start` is the step to resume from."""
     with contextlib.ExitStack() as stack:
         sinks: list[Sink] = []
         if train.tensorboard:
@@ -45,8 +46,8 @@ def open_sinks(train: TrainSettings, directory: RunDirectory, start: int) -> Ite
 
 @contextlib.contextmanager
 def _tensorboard(directory: RunDirectory, start: int) -> Iterator[Sink]:
-    # TensorBoard reads the files of a folder in the order of their names, which begin with the
-    # second they were opened in; then comes the suffix.
+    # TensorBoard reads files in the order of their names, which consist of the time in seconds
+    # followed by the suffix.
     writer = _library("tensorboardX", "train.tensorboard").SummaryWriter(
         str(directory.path / "tensorboard"),
         purge_step=start + 1 if start else 0,
@@ -64,9 +65,9 @@ def _tensorboard(directory: RunDirectory, start: int) -> Iterator[Sink]:
 
 @contextlib.contextmanager
 def _wandb(project: str, directory: RunDirectory) -> Iterator[Sink]:
-    """wandb drops a step that is not beyond the last one it has, so it keeps what came first."""
+    """wandb ignores steps that it already has, so it keeps the first values of a step."""
     wandb = _library("wandb", "train.wandb_project")
-    # A name of its own, kept with the run: a new run in a directory of the same name is another.
+    # A random id stored with the run, so that a new run in a directory of the same name differs.
     kept = directory.path / "wandb_run_id"
     if not kept.exists():
         write_atomically(kept, uuid.uuid4().hex)
@@ -82,7 +83,7 @@ def _wandb(project: str, directory: RunDirectory) -> Iterator[Sink]:
     except wandb.Error as error:
         raise ConfigError(
             f"train.wandb_project = {project!r}: wandb cannot start: {error}. WANDB_MODE=offline "
-            "keeps its files in the run directory"
+            "writes its files to the run directory only"
         ) from error
     with run:
         yield lambda step, metrics: run.log(dict(metrics), step=step)
@@ -93,5 +94,5 @@ def _library(name: str, setting: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError:
         raise ConfigError(
-            f"{setting} is set and {name} is not installed: pip install {name}, or leave it unset"
+            f"{setting} is set but {name} is not installed: pip install {name}, or unset it"
         ) from None

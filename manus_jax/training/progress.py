@@ -1,11 +1,10 @@
-"""A progress line with numbers: a live bar on a terminal, plain lines elsewhere.
+"""A progress line with numbers: a live bar on a terminal, plain lines otherwise.
 
-Of several processes the first speaks for all.
+Only process 0 prints.
 """
 
 import time
 from collections.abc import Mapping
-from types import TracebackType
 
 import jax
 from rich.console import Console
@@ -43,16 +42,11 @@ class ProgressLine:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def update(self, done: int, numbers: Mapping[str, float]) -> None:
-        """Shows `done` of the total and the numbers beside it."""
+        """Shows `done` of the total, and `numbers`."""
         text = "  ".join(f"{k} {v:,.4g}" for k, v in numbers.items())
         self._bar.update(self._task, completed=done, numbers=text)
         now = time.monotonic()
@@ -64,5 +58,5 @@ class ProgressLine:
         self._console.print(f"{self._title} {done}/{self._total}  {text}  left {left:.0f} s")
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
+        """Prints a line above the bar."""
         self._console.print(text, highlight=False)

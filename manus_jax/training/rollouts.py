@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.algorithms.recipes import Recipe
 from manus_jax.config.settings import AlgorithmSettings, TrainSettings
-from manus_jax.data.tasks import Mixture, Task
+from manus_jax.data.mixture import Mixture
+from manus_jax.data.tasks import Task
 from manus_jax.engines.protocol import Engine
 from manus_jax.evaluation.play import EvaluationResult
 from manus_jax.rewards import RewardSettings

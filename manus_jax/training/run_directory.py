@@ -20,6 +20,7 @@ from typing import Any, TextIO
 import jax
 
 from manus_jax.errors import UserError
+from manus_jax.files import write_atomically
 
 # Bindings that leave the run's mathematics as it is.
 _MAY_CHANGE = re.compile(
@@ -137,13 +138,6 @@ def _disk_reason(error: BaseException | None) -> str | None:
             return said
         error = error.__cause__ or error.__context__
     return None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old file or the new one, never half of it."""
-    work = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    work.write_text(text)
-    work.replace(path)
 
 
 def gin_bindings(text: str) -> dict[str, str]:

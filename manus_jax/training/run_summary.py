@@ -1,6 +1,6 @@
-"""What a finished run tells: how far it came, what its agent does now, and where everything is.
+"""The summary printed at the end of a run: validation results, sample episodes and file paths.
 
-Made from the run directory alone, so that a run which was killed and went on tells the same.
+It is built from the run directory alone, so that a resumed run prints the same summary.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,17 +26,17 @@ _SHOWN_CHARACTERS = 400
 
 
 def validation_file(step: int) -> str:
-    """The name, in a run's trajectories, of the episodes of a validation."""
+    """The file name of a validation's episodes in `trajectories/`, without suffix."""
     return f"val_{step}"
 
 
-def print_closing(directory: RunDirectory, yardsticks: tuple[str, ...], following: str) -> None:
-    """Prints the table, three episodes, the paths and the `following` command, if there is one."""
+def print_summary(directory: RunDirectory, baselines: tuple[str, ...], next_command: str) -> None:
+    """Prints the table, three episodes, the paths and, if not empty, the `next_command`."""
     console = Console()
     lines = [line for line in directory.metrics() if "val/success_rate" in line]
     if lines:
-        console.print(progress_table(lines[0], lines[-1], yardsticks))
-        for episode in _three(directory, int(lines[-1]["step"])):
+        console.print(progress_table(lines[0], lines[-1], baselines))
+        for episode in _sample_episodes(directory, int(lines[-1]["step"])):
             console.print(_episode(episode))
     paths = {
         "metrics": directory.path / "metrics.jsonl",
@@ -47,14 +47,14 @@ def print_closing(directory: RunDirectory, yardsticks: tuple[str, ...], followin
     for name, path in paths.items():
         if path is not None and path.exists():
             console.print(f"{name:12s} {path}", highlight=False, soft_wrap=True, markup=False)
-    if following:
-        console.print(f"{'next':12s} {following}", highlight=False, soft_wrap=True, markup=False)
+    if next_command:
+        console.print(f"{'next':12s} {next_command}", highlight=False, soft_wrap=True, markup=False)
 
 
 def progress_table(
-    first: Mapping[str, Any], last: Mapping[str, Any], yardsticks: tuple[str, ...]
+    first: Mapping[str, Any], last: Mapping[str, Any], baselines: tuple[str, ...]
 ) -> Table:
-    """Before, after and the yardsticks, on the validation tasks."""
+    """Validation results before and after training, and of the baselines."""
     table = Table(title="On the held-out tasks", title_justify="left")
     table.add_column("policy")
     for title in _COLUMNS.values():
@@ -62,7 +62,7 @@ def progress_table(
     rows = {
         f"before training (step {first['step']})": (first, "val"),
         f"after training (step {last['step']})": (last, "val"),
-        **{name: (first, f"val_{name}") for name in yardsticks},
+        **{name: (first, f"val_{name}") for name in baselines},
     }
     for name, (line, prefix) in rows.items():
         values = [line.get(f"{prefix}/{column}") for column in _COLUMNS]
@@ -70,13 +70,13 @@ def progress_table(
     return table
 
 
-def _three(directory: RunDirectory, step: int) -> list[Trajectory]:
-    """Two that were won and one that was lost, as far as there are such."""
+def _sample_episodes(directory: RunDirectory, step: int) -> list[Trajectory]:
+    """Three episodes: two successes and one failure if possible, the longest first."""
     path = directory.path / "trajectories" / f"{validation_file(step)}.jsonl"
     if not path.exists():
         return []
     played = trajectories(list(read_trajectories(path)))
-    played.sort(key=lambda t: -len(t.turns))  # stable: of equal length in their order
+    played.sort(key=lambda t: -len(t.turns))  # stable for equal lengths
     won = [t for t in played if t.success]
     lost = [t for t in played if not t.success]
     return [*won[:2], *lost[:1], *won[2:], *lost[1:]][:3]
@@ -85,10 +85,10 @@ def _three(directory: RunDirectory, step: int) -> list[Trajectory]:
 def _episode(trajectory: Trajectory) -> RenderableType:
     outcome = "won" if trajectory.success else f"not won ({trajectory.end_reason})"
     title = f"{trajectory.task.item_id}: {outcome}, reward {trajectory.episode_reward:.3f}"
-    return Panel(Group(*_spoken(trajectory)), title=escape(title), title_align="left")
+    return Panel(Group(*_turns(trajectory)), title=escape(title), title_align="left")
 
 
-def _spoken(trajectory: Trajectory) -> Iterator[Text]:
+def _turns(trajectory: Trajectory) -> Iterator[Text]:
     yield Text(_shortened(trajectory.first_observation), style="dim")
     for turn in trajectory.turns:
         yield Text(f"▶ {_shortened(turn.text)}", style="bold")

@@ -22,7 +22,7 @@ from manus_jax.config.settings import (
     SftSettings,
 )
 from manus_jax.data.chat import ChatStream, EncodedConversation
-from manus_jax.data.tasks import Mixture
+from manus_jax.data.mixture import Mixture
 from manus_jax.data_proto import DataProto
 from manus_jax.errors import Stopped
 from manus_jax.learner import objectives

@@ -137,7 +137,7 @@ class Trainer:
             if start:
                 line.say(f"resumed at step {start}")
             if start == 0 and (train.val_before_train or train.val_only):
-                last |= self._validate(0, train.yardsticks)
+                last |= self._validate(0, train.baselines)
                 self.directory.append_metrics({"step": 0, **last})
                 log(0, last)
                 line.say(_validation_line(0, last))

@@ -1,1 +1,1 @@
-"""Weights on their way from the learner to the servers: versions, deltas, and vLLM's plug-in."""
+"""Publishing weights from the learner to the servers: versions, snapshots and deltas."""

@@ -1,11 +1,11 @@
-"""Which elements of a tensor changed, in as few bytes as a gap and a value each.
+"""Sparse deltas of tensors: the changed elements, each as a gap and a value.
 
-A step of reinforcement learning moves few of a bfloat16 model's weights by enough to change their
-bits. Changed elements are told by the distance from one to the next, in one or two bytes: the
-largest value means "go on that far, there is nothing here". One per cent of bfloat16 elements,
-spread evenly, takes 1.7 % of the bytes. Elements are compared bit by bit, so a NaN or a negative
-zero travels like any other. A tensor of which so much changed that its delta would be no smaller
-travels whole.
+A reinforcement learning step changes the bits of only a few weights of a bfloat16 model. The
+position of a changed element is stored as the distance from the previous one in one or two bytes;
+the largest value is a skip without an element. If one per cent of the bfloat16 elements change,
+evenly spread, the delta has 1.7 % of the bytes. Elements are compared bit by bit, so NaN and
+negative zero need no special treatment. A tensor whose delta would not be smaller is stored
+complete.
 """
 
 import dataclasses
@@ -35,17 +35,17 @@ class Sparse:
 
 
 def elements(raw: np.ndarray, spec: TensorSpec) -> np.ndarray:
-    """Bytes `[bytes]` as one unsigned integer per element, `[elements]`; a view."""
+    """Views bytes `[bytes]` as unsigned integers `[elements]`."""
     return raw.view(f"u{ITEM_SIZES[spec.dtype]}")
 
 
 def least_bytes(changed: int, new: np.ndarray) -> int:
-    """That so many changes take, if each is near the one before. Cheaper than finding them."""
+    """A lower bound on the size of a delta with so many changes, without locating them."""
     return changed * (1 + new.itemsize)
 
 
 def difference(old: np.ndarray, new: np.ndarray) -> Sparse:
-    """What turns `old` into `new`, both `[elements]` of unsigned integers."""
+    """The delta from `old` to `new`, both unsigned integers `[elements]`."""
     positions = np.flatnonzero(old != new)
     distances = np.diff(positions, prepend=0)
     sizes = {
@@ -66,20 +66,20 @@ def _gaps(distances: np.ndarray, kind: type[np.unsignedinteger]) -> np.ndarray:
 
 def read_gaps(raw: np.ndarray, gap_type: str) -> np.ndarray:
     if gap_type not in _GAP_TYPES:
-        raise WeightsError(f"a delta has gaps of type {gap_type}; there are U8 and U16")
+        raise WeightsError(f"a delta has gaps of unknown type {gap_type} (known: U8, U16)")
     return raw.view(_GAP_TYPES[gap_type])
 
 
 def positions_of(sparse: Sparse, spec: TensorSpec, name: str) -> np.ndarray:
-    """Where the values go, `[changed]`, checked against the tensor's size."""
+    """Positions of the values, `[changed]`, checked against the size of the tensor."""
     stops = sparse.gaps != np.iinfo(sparse.gaps.dtype).max
     positions = np.cumsum(sparse.gaps, dtype=np.int64)[stops]
     if len(positions) != len(sparse.values):
         raise WeightsError(
-            f"the delta of {name} has {len(positions)} places and {len(sparse.values)} values"
+            f"the delta of {name} has {len(positions)} positions but {len(sparse.values)} values"
         )
     if len(positions) and positions[-1] >= spec.elements:
         raise WeightsError(
-            f"the delta of {name} reaches element {positions[-1]} of {spec.elements}"
+            f"the delta of {name} has position {positions[-1]}, but only {spec.elements} elements"
         )
     return positions

@@ -1,10 +1,10 @@
-"""What a published version is: a directory, and a manifest that says what must be in it.
+"""The format of a published version: a directory with a manifest that describes its files.
 
-A version directory is written beside its final name and renamed when all of it is on disk, so one
-that is seen is whole. Its manifest gives every tensor's type and shape, the checksum of every byte
-of every file, and the version that its delta goes on from, by number and by id: two runs may both
-have a version 7, and a delta on the wrong one would make weights that nobody trained. The manifest
-ends with a checksum of itself. Nothing here needs JAX: vLLM's workers read it too.
+A version directory is written under a temporary name and renamed when it is complete on disk. The
+manifest gives the type and shape of every tensor, checksums that cover every byte of every file,
+and the version that the delta is based on, by number and by id: two runs may both have a version 7,
+and a delta applied to the wrong one would produce weights that were never trained. The manifest
+contains its own checksum. This module does not import JAX, because vLLM workers read it too.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ _FORMAT = 1
 
 
 class WeightsError(EngineError):
-    """Weights that cannot be published, or must not be used; names the file."""
+    """Weights cannot be published or must not be used; the message names the file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """Which weights: `number` is the learner's, `id` is unlike that of any other publication."""
+    """A set of weights: the learner's version `number`, and an `id` unique to the publication."""
 
     number: int
     id: str
@@ -40,7 +40,7 @@ class Identity:
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """Type ("F32", "BF16", "F16") and shape of one tensor, as Hugging Face has it."""
+    """Type ("F32", "BF16", "F16") and shape of a tensor in Hugging Face layout."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class FileRecord:
-    """A file's size, and the checksums of its header and of each entry."""
+    """The size of a file and the checksums of its header and entries."""
 
     nbytes: int
     header: str
@@ -65,7 +65,7 @@ class FileRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """`base` is what the delta goes on from; None where there is only a snapshot."""
+    """`base` is the version that the delta applies to; None if there is only a snapshot."""
 
     identity: Identity
     base: Identity | None
@@ -86,7 +86,7 @@ class Manifest:
 
 
 def checksum(data: Any) -> str:
-    """Of bytes or of a contiguous array's bytes."""
+    """SHA-256 of bytes or of a contiguous array."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -95,30 +95,30 @@ def version_directory(root: Path, number: int) -> Path:
 
 
 def published_versions(root: Path) -> list[int]:
-    """Numbers of the versions below `root`, in order."""
+    """Version numbers in `root`, ascending."""
     if not root.is_dir():
         return []
     return sorted(int(path.name) for path in root.iterdir() if path.name.isdigit())
 
 
 def read_manifest(root: Path, number: int) -> Manifest:
-    """A version's manifest, checked against its own checksum."""
+    """Reads a manifest and verifies its checksum."""
     path = version_directory(root, number) / MANIFEST
     try:
         record = json.loads(path.read_text())
         expected = record.pop("checksum")
         damaged = expected != checksum(_canonical(record))
     except FileNotFoundError:
-        there = ", ".join(map(str, published_versions(root))) or "none"
-        raise WeightsError(f"version {number} is not in {root}; there are: {there}") from None
+        found = ", ".join(map(str, published_versions(root))) or "none"
+        raise WeightsError(f"version {number} is not in {root}; it has: {found}") from None
     except (ValueError, KeyError, AttributeError):
         damaged = True
     if damaged:
         raise WeightsError(f"{path} is damaged: it does not match its checksum; publish it again")
     if record["format"] != _FORMAT:
-        raise WeightsError(f"{path} has format {record['format']}; this program reads {_FORMAT}")
+        raise WeightsError(f"{path} has format {record['format']}, expected {_FORMAT}")
     if record["identity"]["number"] != number:
-        raise WeightsError(f"{path} is of version {record['identity']['number']}")
+        raise WeightsError(f"{path} describes version {record['identity']['number']}")
     base = record["base"]
     return Manifest(
         identity=Identity(**record["identity"]),

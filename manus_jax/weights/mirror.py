@@ -1,9 +1,8 @@
-"""A local copy of a published version, brought from version to version by what changed.
+"""A local copy of the published weights, updated from version to version with deltas.
 
-Whoever wants the newest weights (a vLLM worker, or a publisher that was started again) holds a
-mirror: all tensors in one mapped file of its own. Going to another version reads and checks
-everything first, and only then touches the copy, so a damaged file, a missing base or a reader that
-lost the race with pruning leaves the mirror as it was.
+vLLM workers and restarted publishers keep a mirror: all tensors in one memory-mapped local file.
+An update first reads and verifies everything and only then modifies the copy, so a damaged file, a
+missing base or a version pruned while it is read leaves the mirror unchanged.
 """
 
 import contextlib
@@ -31,8 +30,8 @@ from manus_jax.weights.tensor_file import TensorFileReader
 
 
 class TensorStore:
-    """Tensors by name in one mapped file, which has no name and so goes with the store, even when
-    the process is killed."""
+    """Tensors by name in one memory-mapped file. The file is unlinked, so it disappears with the
+    process, even if that is killed."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], directory: Path) -> None:
         self.specs = dict(specs)
@@ -44,7 +43,7 @@ class TensorStore:
         total = max(1, total)
         try:
             with tempfile.TemporaryFile(prefix="weights-", dir=directory) as file:
-                # Blocks that are reserved now cannot be missing when a mapped page is written.
+                # Reserving blocks now avoids a crash on a full disk when a mapped page is written.
                 os.posix_fallocate(file.fileno(), 0, total)
                 self._raw = np.memmap(file, np.uint8, "r+", shape=(total,))
         except OSError as error:
@@ -53,18 +52,18 @@ class TensorStore:
             ) from None
 
     def raw(self, name: str) -> np.ndarray:
-        """A tensor's bytes, `[bytes]`; a view."""
+        """A view of a tensor's bytes, `[bytes]`."""
         start = self._offsets[name]
         return self._raw[start : start + self.specs[name].nbytes]
 
     def elements(self, name: str) -> np.ndarray:
-        """A tensor as unsigned integers, `[elements]`; a view."""
+        """A view of a tensor as unsigned integers, `[elements]`."""
         return delta.elements(self.raw(name), self.specs[name])
 
 
 @dataclasses.dataclass(frozen=True)
 class _Changes:
-    """A delta in memory, checked: whole tensors, and places with values."""
+    """A verified delta in memory: complete tensors, and positions with values."""
 
     whole: Mapping[str, np.ndarray]
     sparse: Mapping[str, tuple[np.ndarray, np.ndarray]]
@@ -78,8 +77,8 @@ class _Changes:
 
 
 class Mirror:
-    """A copy of one version at a time, on the disk of `scratch` (by default the system's directory
-    for temporary files). Belongs to one thread."""
+    """A copy of one version in the directory `scratch` (default: the system's temporary directory).
+    Not thread-safe."""
 
     def __init__(self, scratch: Path | None = None) -> None:
         if scratch is not None:
@@ -89,9 +88,9 @@ class Mirror:
         self.store: TensorStore | None = None
 
     def advance(self, root: Path, number: int) -> frozenset[str]:
-        """Goes to a version below `root`; the names of the tensors that changed.
+        """Updates to a version in `root` and returns the names of the changed tensors.
 
-        Raises WeightsError, and stays what it was, when the version cannot be had whole.
+        If the version cannot be read completely, raises WeightsError and changes nothing.
         """
         snapshot, deltas = plan(root, self.held, number)
         if snapshot is None and not deltas:
@@ -121,9 +120,9 @@ class Mirror:
 def plan(
     root: Path, held: Identity | None, number: int
 ) -> tuple[Manifest | None, tuple[Manifest, ...]]:
-    """How to reach a version: the snapshot to begin with (None: from what is held), and deltas.
+    """The snapshot to start from (None: the version held) and the deltas that lead to a version.
 
-    Takes whichever way moves fewer bytes.
+    Of the possible paths, the one that reads the fewest bytes.
     """
     deltas: list[Manifest] = []
     ways: list[tuple[int, Manifest | None, tuple[Manifest, ...]]] = []
@@ -147,18 +146,18 @@ def plan(
         try:
             manifest = read_manifest(root, base.number)
         except WeightsError as error:
-            if held == base:  # pruned, but the base is here
+            if held == base:  # pruned, but held here
                 ways.append((moved, None, tuple(reversed(deltas))))
             missing = error
             break
         if manifest.identity != base:
             missing = WeightsError(
-                f"version {base.number} in {root} is not the one that version "
-                f"{deltas[-1].identity.number} goes on from: a run published there again"
+                f"version {base.number} in {root} is not the base of version "
+                f"{deltas[-1].identity.number}: another run has published there"
             )
             break
     if not ways:
-        raise missing or WeightsError(f"{root} holds no snapshot below version {number}")
+        raise missing or WeightsError(f"{root} has no snapshot at or before version {number}")
     _, snapshot, chain = min(ways, key=lambda way: way[0])
     return snapshot, chain
 
@@ -166,7 +165,7 @@ def plan(
 def _read_delta(root: Path, manifest: Manifest, store: TensorStore) -> _Changes:
     if manifest.tensors != store.specs:
         raise WeightsError(
-            f"version {manifest.identity.number} in {root} has other tensors than its base"
+            f"version {manifest.identity.number} in {root} has different tensors than its base"
         )
     path = version_directory(root, manifest.identity.number) / DELTA
     whole: dict[str, np.ndarray] = {}
@@ -185,7 +184,7 @@ def _read_delta(root: Path, manifest: Manifest, store: TensorStore) -> _Changes:
 
 
 def newest(root: Path) -> Identity | None:
-    """The newest whole version below `root`."""
+    """The newest readable version in `root`."""
     for number in reversed(published_versions(root)):
         with contextlib.suppress(WeightsError):
             return read_manifest(root, number).identity

@@ -1,9 +1,9 @@
-"""The learner's side: parameters into version directories, whole at times, mostly what changed.
+"""Publishes the learner's parameters as version directories of deltas and snapshots.
 
-A publisher remembers what it published last in a mapped file of its own, compares tensor by tensor
-as they come from the devices, and writes the changed elements. Every so many versions, and when
-there is nothing to go on from, it writes a snapshot too: a Hugging Face directory, which a server
-can start from and a late joiner begins with. One publisher writes to a directory at a time.
+A publisher keeps the last published version in a memory-mapped file, compares each tensor with it
+as it arrives from the devices, and writes the changed elements. At regular intervals, and if there
+is no version to compare with, it also writes a snapshot: a Hugging Face directory from which a
+server can start. Only one publisher may write to a directory at a time.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _KEPT_SNAPSHOTS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """What a publication took: `changed` of `elements` weights, in bytes of each file."""
+    """A publication: `changed` of `elements` weights differ; sizes of its files in bytes."""
 
     identity: Identity
     changed: int
@@ -52,21 +52,21 @@ class Published:
 
 
 class Publisher:
-    """Publishes versions of one model below `root`, a directory that the servers see too.
+    """Publishes versions of one model in `root`, a directory shared with the servers.
 
     Args:
-      root: the directory; made if it is not there.
-      card: the model's names and types, and the files that go along with a snapshot.
-      snapshot_every: versions from one snapshot to the next. The newest two snapshots stay, with
-        every version since the older of them; what is older is removed.
-      scratch: a directory on a local disk with room for a copy of the model.
+      root: the directory; created if it does not exist.
+      card: the names and types of the tensors, and the other files of a snapshot.
+      snapshot_every: versions per snapshot. The newest two snapshots and all versions since the
+        older one are kept; older versions are removed.
+      scratch: a directory on a local disk with space for a copy of the model.
     """
 
     def __init__(
         self, root: Path, card: ModelCard, *, snapshot_every: int = 20, scratch: Path | None = None
     ) -> None:
         if snapshot_every < 1:
-            raise WeightsError(f"snapshot_every = {snapshot_every}: it must be at least 1")
+            raise WeightsError(f"snapshot_every must be at least 1, got {snapshot_every}")
         self.root = Path(root)
         self._card = card
         self._sources = tensor_sources(card)
@@ -81,18 +81,18 @@ class Publisher:
         self._last = Mirror(scratch)
 
     def publish(self, params: Any, version: int) -> Published:
-        """Makes the parameters version `version`, whole or not at all."""
+        """Publishes the parameters as version `version`, atomically."""
         if not self._started:
-            self._go_on_from_disk(version)
+            self._resume_from_disk(version)
             self._started = True
         base = self._last.held
         if base is not None and version <= base.number:
             raise WeightsError(
-                f"version {version} is not newer than {base.number}, the last that was published"
+                f"version {version} is not newer than {base.number}, the last published version"
             )
         final = version_directory(self.root, version)
         work = self.root / f".{final.name}.tmp-{os.getpid()}"
-        # What was published last is overwritten on the way: if this fails, the next is a snapshot.
+        # The copy of the last version is overwritten here: after a failure, publish a snapshot.
         self._last.held = None
         with _disk_errors(self.root), _removed_unless_renamed(work):
             published = self._write(params, Identity(version, uuid.uuid4().hex), base, work)
@@ -106,15 +106,15 @@ class Publisher:
     def close(self) -> None:
         self._last.close()
 
-    def _go_on_from_disk(self, version: int) -> None:
-        """A publisher that is started again goes on with deltas, unless the run went back."""
+    def _resume_from_disk(self, version: int) -> None:
+        """Removes versions from `version` on and continues with deltas if that is possible."""
         for number in published_versions(self.root):
             if number >= version:
                 _remove(version_directory(self.root, number))
         found = newest(self.root)
         if found is None:
             return
-        with contextlib.suppress(WeightsError):  # then it begins with a snapshot
+        with contextlib.suppress(WeightsError):  # otherwise start with a snapshot
             self._last.advance(self.root, found.number)
             if self._last.store is None or self._last.store.specs != self._specs:
                 self._last.held = None
@@ -168,15 +168,15 @@ class Publisher:
         )
 
     def _each_tensor(self, params: Any, put: Callable[[str, np.ndarray], int]) -> int:
-        """Calls `put` with every tensor; the sum of what it returns. While one is put into files,
-        the next comes from the devices, so the host holds two."""
+        """Calls `put` with every tensor and returns the sum of its results. While one tensor is
+        written, the next is fetched from the devices, so the host holds two."""
         total = 0
-        with ThreadPoolExecutor(1, "publish") as beside:
+        with ThreadPoolExecutor(1, "publish") as writer:
             before: Future[int] | None = None
             for name, source in self._sources.items():
                 raw = host_bytes(params, source)
                 total += before.result() if before is not None else 0
-                before = beside.submit(put, name, raw)
+                before = writer.submit(put, name, raw)
             return total + (before.result() if before is not None else 0)
 
     def _add_changes(
@@ -197,7 +197,7 @@ class Publisher:
 
 
 def prune(root: Path) -> None:
-    """Removes what neither a late joiner nor one that lags behind a snapshot needs."""
+    """Removes versions older than the second-newest snapshot, which no reader needs."""
     numbers = published_versions(root)
     snapshots = [n for n in numbers if version_directory(root, n).joinpath(FULL).exists()]
     if len(snapshots) < _KEPT_SNAPSHOTS:
@@ -209,7 +209,7 @@ def prune(root: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Out of sight in one step, then piece by piece."""
+    """Hides the directory atomically, then deletes it."""
     hidden = directory.with_name(f".{directory.name}.tmp-removed")
     shutil.rmtree(hidden, ignore_errors=True)
     directory.rename(hidden)

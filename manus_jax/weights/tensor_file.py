@@ -1,15 +1,14 @@
-"""Safetensors files, written and read one tensor at a time, every byte under a checksum.
+"""Safetensors files, written and read one tensor at a time, with checksums for every byte.
 
-The library's own writer wants all tensors of a file at once; a learner's host must never hold a
-whole model. So room for the header is left free, tensors are appended as they come, and the header
-is put in last, padded with the spaces that the format allows.
+The safetensors library writes all tensors of a file at once, but a learner's host should never hold
+a complete model. The writer therefore reserves space for the header, appends tensors as they
+arrive, and writes the header last, padded with the spaces that the format allows.
 """
 
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,12 @@ import numpy as np
 from manus_jax.weights.manifest import FileRecord, WeightsError, checksum
 
 _LENGTH_BYTES = 8
-_ENTRY_ROOM = 160  # JSON of a type, a shape of five numbers and two offsets
+_ENTRY_ROOM = 160  # bytes of JSON for a type, a shape of five numbers and two offsets
 _METADATA = {"format": "pt"}
 
 
 class TensorFileWriter:
-    """A safetensors file that grows. `names` are the entries that may come."""
+    """Writes a safetensors file; `names` are the entries that may be added."""
 
     def __init__(self, path: Path, names: Iterable[str]) -> None:
         room = sum(len(json.dumps(name)) + _ENTRY_ROOM for name in names) + _ENTRY_ROOM
@@ -34,7 +33,7 @@ class TensorFileWriter:
         self._file.seek(_LENGTH_BYTES + self._header_bytes)
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], data: np.ndarray) -> None:
-        """Appends an entry; `data` is contiguous, its bytes are taken as they are."""
+        """Appends the bytes of `data`, a contiguous array, as an entry."""
         raw = data.reshape(-1).view(np.uint8)
         self._file.write(raw.data)
         offsets = [self._offset, self._offset + raw.nbytes]
@@ -43,7 +42,7 @@ class TensorFileWriter:
         self._offset += raw.nbytes
 
     def finish(self) -> FileRecord:
-        """Writes the header; the file is on disk when this returns."""
+        """Writes the header and syncs the file to disk."""
         text = json.dumps(self._entries, separators=(",", ":")).encode()
         header = self._header_bytes.to_bytes(_LENGTH_BYTES, "little")
         header += text.ljust(self._header_bytes)
@@ -56,21 +55,16 @@ class TensorFileWriter:
     def __enter__(self) -> "TensorFileWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self._file.close()
         except OSError:
-            if error is None:  # what could not be flushed has been reported by then
+            if error is None:  # otherwise `error` already reports the failed write
                 raise
 
 
 class TensorFileReader:
-    """A safetensors file that must be what its record says."""
+    """Reads a safetensors file and verifies it against its record."""
 
     def __init__(self, path: Path, record: FileRecord) -> None:
         self._path = path
@@ -78,7 +72,7 @@ class TensorFileReader:
         try:
             self._file = path.open("rb")
         except FileNotFoundError:
-            raise WeightsError(f"{path} is missing; it may have been pruned meanwhile") from None
+            raise WeightsError(f"{path} is missing; it may have been pruned") from None
         try:
             self._entries, self._start = self._read_header()
         except BaseException:
@@ -89,8 +83,8 @@ class TensorFileReader:
         size = os.fstat(self._file.fileno()).st_size
         if size != self._record.nbytes:
             raise WeightsError(
-                f"{self._path} has {size} bytes and its manifest says {self._record.nbytes}: "
-                "it was cut short or replaced; publish the version again"
+                f"{self._path} has {size} bytes, but its manifest says {self._record.nbytes}: "
+                "it was truncated or replaced; publish the version again"
             )
         length = self._file.read(_LENGTH_BYTES)
         text = self._file.read(min(int.from_bytes(length, "little"), size))
@@ -105,7 +99,7 @@ class TensorFileReader:
         return self._entries[name]["dtype"]
 
     def read(self, name: str) -> np.ndarray:
-        """An entry's bytes, `[bytes]`, after its checksum was found right."""
+        """The bytes of an entry, `[bytes]`, with its checksum verified."""
         if name not in self._entries:
             raise WeightsError(f"{self._path} has no {name}")
         begin, end = self._entries[name]["data_offsets"]

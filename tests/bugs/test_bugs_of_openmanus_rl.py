@@ -76,7 +76,7 @@ def test_val_only_validates_and_trains_nothing(tmp_path):
         f"train.run_dir = '{tmp_path}'",
         "train.val_only = True",
         "train.val_tasks = 2",
-        "train.yardsticks = ['oracle']",
+        "train.baselines = ['oracle']",
         "rollout.max_turns = 40",
         "rollout.max_tokens_per_turn = 4",
         "rollout.max_total_tokens = 512",
@@ -174,6 +174,6 @@ def test_validation_rows_that_are_also_training_rows_are_not_trained_on(tmp_path
     train_file.write_text(json.dumps([f"maze_{n}" for n in range(10)]))
     val_file.write_text(json.dumps(["maze_3", "lmrlgym_maze_7"]))
     data = DataSettings(train_files=(str(train_file),), val_files=(str(val_file),))
-    [(_, tasks, _)], panel = read_task_sources(data, EnvSettings(names=("maze",)), 20)
-    assert [task.item for task in panel.tasks] == [3, 7]
+    [(_, tasks, _)], eval_set = read_task_sources(data, EnvSettings(names=("maze",)), 20)
+    assert [task.item for task in eval_set.tasks] == [3, 7]
     assert [task.item for task in tasks] == [0, 1, 2, 4, 5, 6, 8, 9]

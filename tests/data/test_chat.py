@@ -132,7 +132,7 @@ def test_records_of_both_formats_become_messages(record, message):
 @pytest.mark.parametrize(
     ("record", "error"),
     [
-        ({"from": "robot", "value": "x"}, "unknown role 'robot' under 'from'; there are human,"),
+        ({"from": "robot", "value": "x"}, "unknown role 'robot' under 'from' .known: human,"),
         ({"from": "gpt", "value": None}, "needs text under 'value', got None"),
         ({"role": "user"}, "needs text under 'content', got None"),
         ({"role": 3, "content": "x"}, "unknown role 3 under 'role'"),
@@ -336,7 +336,7 @@ def test_no_chat_template_is_an_error(chatml):
 
 def test_a_template_without_end_of_turn_token_is_an_error():
     plain = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-    with pytest.raises(ChatTemplateError, match=r"ends an assistant's turn with '\\n'"):
+    with pytest.raises(ChatTemplateError, match=r"ends an assistant turn with '\\n'"):
         ChatStream(byte_level(plain, ["</s>"], "</s>"))
 
 
@@ -348,7 +348,7 @@ def test_what_a_template_refuses_is_passed_on():
 
 def test_a_template_that_drops_the_assistant_is_an_error():
     deaf = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}</s>{% endfor %}"
-    with pytest.raises(ChatTemplateError, match="leaves out the assistant's turn"):
+    with pytest.raises(ChatTemplateError, match="omits the assistant turn"):
         ChatStream(byte_level(deaf, ["</s>"], "</s>"))
 
 
@@ -357,7 +357,7 @@ def test_a_template_that_drops_the_assistant_is_an_error():
     [
         ([user("a"), user("b")], "row 3 has no assistant turn in 2 messages"),
         ([user("a"), agent("b", False)], "row 3 has no assistant turn to train on"),
-        ([agent("b"), user("a")], "row 3 opens with an assistant turn"),
+        ([agent("b"), user("a")], "row 3 starts with an assistant turn"),
         ([], "row 3 has no assistant turn in 0 messages"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from manus_jax.engines.cached_decoder import CachedDecoder
-from manus_jax.engines.jax_engine import JaxEngine, completed_by
+from manus_jax.engines.jax_engine import JaxEngine, stop_string_end
 from manus_jax.engines.protocol import EngineError, Request, Sampling
 from manus_jax.learner.mesh import make_mesh
 from manus_jax.learner.objectives import log_probs_of
@@ -294,10 +294,10 @@ def test_stop_strings_are_found_across_pieces_of_any_size():
     decode = lambda ids: "".join(pieces[i] for i in ids)
     ids = list(range(len(pieces)))
     for seen in range(7):
-        assert completed_by(decode, ids, seen, ["\nObservation:", "zzz"]) == 8
-    assert completed_by(decode, ids[:7], 3, ["\nObservation:"]) is None
+        assert stop_string_end(decode, ids, seen, ["\nObservation:", "zzz"]) == 8
+    assert stop_string_end(decode, ids[:7], 3, ["\nObservation:"]) is None
     characters = "é".encode()
-    assert completed_by(lambda ids: bytes(ids).decode(errors="replace"), characters, 1, "é") == 2
+    assert stop_string_end(lambda ids: bytes(ids).decode(errors="replace"), characters, 1, "é") == 2
 
 
 def test_a_generation_is_capped_by_the_engines_length(engine_with):
@@ -312,13 +312,13 @@ def test_a_generation_is_capped_by_the_engines_length(engine_with):
     ("prompt", "how", "message"),
     [
         ((), {}, "the prompt is empty"),
-        ((1,) * LENGTH, {}, f"{LENGTH} tokens and the engine's max_length is {LENGTH}"),
-        ((VOCAB,), {}, "prompt ids must lie in 0..95: 96..96"),
-        ((1,), {"max_tokens": 0}, "max_tokens = 0: at least 1"),
-        ((1,), {"temperature": -1.0}, "must not be negative"),
-        ((1,), {"top_p": 0.0}, "top_p lies above 0"),
-        ((1,), {"stop_ids": tuple(range(9))}, "9 stop ids; the engine takes 8"),
-        ((1,), {"stop_strings": ("x",)}, "given `decode`"),
+        ((1,) * LENGTH, {}, f"{LENGTH} tokens; max_length = {LENGTH} leaves no room"),
+        ((VOCAB,), {}, "prompt ids must be in 0..95, got 96..96"),
+        ((1,), {"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ((1,), {"temperature": -1.0}, "temperature and top_k must be >= 0"),
+        ((1,), {"top_p": 0.0}, "top_p must be in .0, 1. and min_p"),
+        ((1,), {"stop_ids": tuple(range(9))}, "9 stop ids; the engine supports at most 8"),
+        ((1,), {"stop_strings": ("x",)}, "stop strings need an engine with `decode`"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused(engine_with, prompt, how, message):
@@ -328,7 +328,7 @@ def test_a_request_that_cannot_be_served_is_refused(engine_with, prompt, how, me
 
 
 def test_a_length_beyond_the_models_positions_is_refused():
-    with pytest.raises(EngineError, match="max_length 40000 is beyond the model's 32768 positions"):
+    with pytest.raises(EngineError, match="max_length 40000 exceeds the model's 32768 positions"):
         JaxEngine(ARCH, PARAMS[0], max_length=40_000)
 
 
@@ -351,7 +351,7 @@ def test_a_full_queue_is_an_error_and_what_waits_is_served(engine_with):
     engine, go, holder = held(engine_with, slots=1, queue_size=3)
     how = Sampling(temperature=0.0, max_tokens=4)
     futures = [engine.submit(Request(ids_of(n, 9), how, 0, str(n))) for n in range(3)]
-    with pytest.raises(EngineError, match="3 requests are waiting already"):
+    with pytest.raises(EngineError, match="the queue is full with 3 requests"):
         engine.submit(Request(ids_of(3, 9), how, 0, "3"))
     assert engine.metrics()["queue_length"] == 3
     go.set()
@@ -437,9 +437,9 @@ def test_an_engine_that_dies_says_why(engine_with):
         raise MemoryError("out of pages")
 
     engine = engine_with(decode=Hook(fail))
-    with pytest.raises(EngineError, match="the engine died: MemoryError: out of pages"):
+    with pytest.raises(EngineError, match="the engine failed: MemoryError: out of pages"):
         generate(engine, ids_of(1, 5), stop_strings=NEVER)
-    with pytest.raises(EngineError, match="the engine died: MemoryError: out of pages"):
+    with pytest.raises(EngineError, match="the engine failed: MemoryError: out of pages"):
         generate(engine, ids_of(1, 5))
 
 

@@ -120,6 +120,6 @@ def test_seeds_count_with_64_bits_and_positions_make_new_draws():
 
 def test_settings_that_make_no_sense_are_named():
     assert problem_with(Sampling()) is None
-    assert problem_with(Sampling(max_tokens=0)) == "max_tokens = 0: at least 1"
-    assert "negative: -1, 0" in problem_with(Sampling(temperature=-1))
-    assert "min_p in 0..1: 1.0, 2" in problem_with(Sampling(min_p=2))
+    assert problem_with(Sampling(max_tokens=0)) == "max_tokens must be at least 1, got 0"
+    assert "top_k must be >= 0, got -1 and 0" in problem_with(Sampling(temperature=-1))
+    assert "min_p in [0, 1], got 1.0 and 2" in problem_with(Sampling(min_p=2))

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manus_jax.engines.slots import SlotTable, common_prefix, cut_pieces
+from manus_jax.engines.slots import SlotTable, common_prefix, prefill_pieces
 
 IDS = st.lists(st.integers(0, 2), max_size=12)
 
@@ -105,7 +105,7 @@ def test_new_weights_empty_all_slots_but_those_that_keep_theirs():
 def test_pieces_cover_what_is_missing_in_order(lengths, rows, chunk):
     table = SlotTable(5, min_shared=100)
     slots = [table.admit(str(n), [n] * length, 1) for n, length in enumerate(lengths)]
-    pieces = cut_pieces(slots, rows, chunk)
+    pieces = prefill_pieces(slots, rows, chunk)
     places = [(s.index, at) for s, start, stop in pieces for at in range(start, stop)]
     wanted = [(s.index, at) for s in slots for at in range(s.missing)]
     assert places == wanted[: len(places)]

@@ -5,17 +5,17 @@ import pytest
 from envs import items, registry
 from manus_jax.config.settings import EnvSettings
 from manus_jax.data.tasks import read_tasks
-from manus_jax.evaluation.eval_sets import make_panel
+from manus_jax.evaluation.eval_sets import make_eval_set
 
 
-def test_the_files_hold_the_splits_and_begin_with_the_panel(tmp_path):
+def test_the_files_hold_the_splits_and_begin_with_the_evaluation_set(tmp_path):
     items.main(["maze", "--out", str(tmp_path)])
     train, test = (read_tasks(tmp_path / f"{split}.json") for split in ("train", "test"))
     spec = registry.load("maze")
     assert sorted(task.item for task in train) == sorted(spec.items("train"))
     assert sorted(task.item for task in test) == sorted(spec.items("test"))
-    own = make_panel(EnvSettings(names=("maze",)), 10)
-    listed = make_panel(EnvSettings(names=("maze",)), 10, [str(tmp_path / "test.json")])
+    own = make_eval_set(EnvSettings(names=("maze",)), 10)
+    listed = make_eval_set(EnvSettings(names=("maze",)), 10, [str(tmp_path / "test.json")])
     assert [t.item_id for t in listed.tasks] == [t.item_id for t in own.tasks]
 
 

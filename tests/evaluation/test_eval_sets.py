@@ -7,10 +7,10 @@ import pytest
 
 from envs.registry import load
 from manus_jax.config.binding import ConfigError
-from manus_jax.evaluation.eval_sets import Panel, listed_tasks, served_tasks, split_tasks
+from manus_jax.evaluation.eval_sets import EvalSet, listed_tasks, served_tasks, split_tasks
 
 
-def test_a_panel_is_always_the_same_and_a_larger_one_contains_it() -> None:
+def test_an_evaluation_set_is_always_the_same_and_a_larger_one_contains_it() -> None:
     small, large = split_tasks("babyai", "test", 20), split_tasks("babyai", "test", 60)
     assert small == split_tasks("babyai", "test", 20) == large[:20]
     assert {task.item for task in large} <= set(load("babyai").items("test"))
@@ -18,14 +18,14 @@ def test_a_panel_is_always_the_same_and_a_larger_one_contains_it() -> None:
     assert split_tasks("maze", "test", 1)[0].item_id == "maze_956"
 
 
-def test_a_panel_is_spread_over_what_items_are_sorted_by() -> None:
+def test_an_evaluation_set_is_spread_over_what_items_are_sorted_by() -> None:
     levels = {task.item % 40 for task in split_tasks("babyai", "test", 100)}
     assert len(levels) > 25
     items = [task.item for task in split_tasks("textcraft", "test", 50)]
     assert min(items) < 300 and max(items) > 1000
 
 
-def test_a_panel_has_no_more_tasks_than_the_split() -> None:
+def test_an_evaluation_set_has_no_more_tasks_than_the_split() -> None:
     assert len(split_tasks("wordle", "test", 1000)) == 150
     assert not {t.item for t in split_tasks("wordle", "train", 1000)} & {
         t.item for t in split_tasks("wordle", "test", 1000)
@@ -43,15 +43,15 @@ def test_tasks_from_a_file_keep_its_order(tmp_path: Path) -> None:
     path.write_text(json.dumps(["maze_9", "wordle_3", "maze_2", "maze_5"]))
     tasks = listed_tasks([str(path)], ("maze", "wordle"), 2)
     assert [task.item_id for task in tasks] == ["maze_9", "maze_2", "wordle_3"]
-    with pytest.raises(ConfigError, match=r"wordle_3 .*env\.names has only maze"):
+    with pytest.raises(ConfigError, match=r"wordle_3 .*not in env\.names \(maze\)"):
         listed_tasks([str(path)], ("maze",), 2)
     with pytest.raises(ConfigError, match="no task of textcraft"):
         listed_tasks([str(path)], ("maze", "wordle", "textcraft"), 2)
 
 
 def test_every_task_is_played_as_often_as_asked() -> None:
-    panel = Panel(tuple(split_tasks("maze", "test", 2)), samples=3)
-    specs = panel.specs()
+    eval_set = EvalSet(tuple(split_tasks("maze", "test", 2)), samples=3)
+    specs = eval_set.specs()
     assert [spec.task.item for spec in specs] == [956] * 3 + [specs[-1].task.item] * 3
     assert len({spec.group_id for spec in specs}) == 2 and len({s.uid for s in specs}) == 6
-    assert panel.environments == ("maze",)
+    assert eval_set.environments == ("maze",)

@@ -17,8 +17,8 @@ from manus_jax.agentgym.settings import open_environments
 from manus_jax.config.settings import ScratchSettings
 from manus_jax.data.chat import ChatStream, Message
 from manus_jax.data.tasks import Task
-from manus_jax.evaluation.eval_sets import Panel, split_tasks
-from manus_jax.evaluation.play import evaluate_policy, evaluation_of
+from manus_jax.evaluation.eval_sets import EvalSet, split_tasks
+from manus_jax.evaluation.play import evaluate_policy, summarize_by_env
 from manus_jax.learner.objectives import log_probs_of
 from manus_jax.learner.packing import Layout, Sample, pack
 from manus_jax.models import loading as policy_source
@@ -93,7 +93,7 @@ def test_failures_are_counted_and_enter_no_mean() -> None:
     outcomes = [outcome(spec, score) for spec, score in zip(specs, flat, strict=True)]
     outcomes[0] = outcome(specs[0], 1.0, (True, False, False))
 
-    result = evaluation_of(outcomes, 4)
+    result = summarize_by_env(outcomes, 4)
     maze = result.environments["maze"]
     assert (maze.episodes, maze.failed) == (7, {"timeout": 5})
     assert maze.success_rate is not None and maze.score is not None
@@ -127,7 +127,7 @@ def test_failures_are_counted_and_enter_no_mean() -> None:
 
 def test_a_policy_that_played_nothing_has_no_numbers_but_its_failures() -> None:
     specs = episode_specs([Task("maze", 1, "maze_1")], 1)
-    result = evaluation_of([outcome(spec, None) for spec in specs], 1)
+    result = summarize_by_env([outcome(spec, None) for spec in specs], 1)
     assert result.metrics() == {"val/failed": 1.0, "val/maze/failed": 1.0}
     assert json.loads(json.dumps(result.overall.record()))["success_rate"] is None
 
@@ -150,17 +150,17 @@ def test_the_oracle_is_the_ceiling_and_chance_the_floor(
     )
     record = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert record["samples"] == 2 and len(record["items"]["maze"]) == 10
-    oracle, chance = (record["policies"][name] for name in ("oracle", "random"))
+    oracle, random = (record["policies"][name] for name in ("oracle", "random"))
     for env in ("maze", "textcraft"):
         assert oracle["environments"][env]["success_rate"]["value"] == 1.0
         assert oracle["environments"][env]["pass@2"]["value"] == 1.0
-        assert chance["environments"][env]["success_rate"]["value"] <= 0.25
-        assert chance["environments"][env]["episodes"] == 20
+        assert random["environments"][env]["success_rate"]["value"] <= 0.25
+        assert random["environments"][env]["episodes"] == 20
     assert oracle["overall"]["success_rate"]["tasks"] == 20
-    assert oracle["overall"]["failed"] == chance["overall"]["failed"] == {}
+    assert oracle["overall"]["failed"] == random["overall"]["failed"] == {}
     # The files say the same as the table.
     episodes = played(tmp_path / "out", "random")
-    assert sum(t.success for t in episodes) / 40 == chance["overall"]["success_rate"]["value"]
+    assert sum(t.success for t in episodes) / 40 == random["overall"]["success_rate"]["value"]
     shown = capsys.readouterr().out
     assert "pass@2" in shown and "oracle" in shown and "textcraft" in shown
     assert "evaluate 80/80  random success" in shown
@@ -168,18 +168,18 @@ def test_the_oracle_is_the_ceiling_and_chance_the_floor(
 
 @pytest.mark.bug("B9")
 def test_validation_in_training_is_the_same_code() -> None:
-    panel = Panel(tuple(split_tasks("maze", "test", 4)))
+    eval_set = EvalSet(tuple(split_tasks("maze", "test", 4)))
     ended: list[int] = []
     with open_environments({"maze": "embedded"}) as pool:
         result = evaluate_policy(
             OraclePolicy(),
             pool,
-            panel,
+            eval_set,
             RolloutSettings(max_turns=50),
             lambda index, outcome: ended.append(index),
         )
     assert sorted(ended) == [0, 1, 2, 3]
-    assert [o.spec for o in result.outcomes] == panel.specs()
+    assert [o.spec for o in result.outcomes] == eval_set.specs()
     metrics = result.metrics("val")
     assert metrics["val/maze/success_rate"] == metrics["val/success_rate"] == 1.0
     assert metrics["val/failed"] == 0.0 and metrics["val/maze/turns"] > 1
@@ -291,7 +291,7 @@ def test_mistakes_end_in_one_line_before_anything_is_played(
     assert "names no policy" in error(policies=())
     assert "names 'oracle' twice" in error(policies=("oracle", "oracle"))
     text = error(policies=("oracle", "nowhere"))
-    assert "'nowhere' is neither 'oracle' nor 'random' nor a directory" in text
+    assert "'nowhere' is neither 'oracle' nor 'random' nor an existing directory" in text
     assert "env.names names no environment" in error(envs="[]")
     assert "unknown environment 'chess'; there are" in error(envs="['chess']")
     text = error(envs="['alfworld']")
@@ -307,13 +307,13 @@ def test_mistakes_end_in_one_line_before_anything_is_played(
     assert "unknown action format 'xml'" in error("rollout.action_format = 'xml'")
     assert "rollout.top_p = 0 must be above 0" in error("rollout.top_p = 0.0")
     assert "max_turns = 0" in error("rollout.max_turns = 0")
-    assert "no dataset file none.json" in error("evaluate.task_files = ['none.json']")
+    assert "dataset file none.json does not exist" in error("evaluate.task_files = ['none.json']")
     greedy = error(
         "evaluate.samples = 4", "rollout.temperature = 0.0", policies=("oracle", str(model))
     )
-    assert "greedy episodes of a task are all the same" in greedy
+    assert "greedy episodes of a task are identical" in greedy
     text = error("rollout.max_total_tokens = 40000", policies=(str(model),))
-    assert "rollout.max_total_tokens = 40000 is beyond the 32768 positions" in text
+    assert "rollout.max_total_tokens = 40000 exceeds the 32768 positions" in text
     (tmp_path / "file").write_text("")
     params = arguments(tmp_path / "file", ["oracle"], "env.names = ['maze']")
     assert "evaluate.out_dir" in error_of(capsys, monkeypatch, *params)

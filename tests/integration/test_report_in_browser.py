@@ -77,9 +77,9 @@ def test_runs_with_little_in_them_have_pages_too(tmp_path: Path) -> None:
         '{"step": 1, "train/loss": 2.5, "timing_s/step": 1}\n{'
     )
     drawn = opened(supervised, tmp_path / "profile")
-    assert "training loss" in drawn and "1 lines of metrics.jsonl could not be read" in drawn
+    assert "training loss" in drawn and "1 lines of metrics.jsonl could not be parsed" in drawn
     (fresh / "metrics.jsonl").write_text("")
-    assert "No step is finished yet" in opened(fresh, tmp_path / "profile")
+    assert "No step has finished yet" in opened(fresh, tmp_path / "profile")
     directory, tokenizer = new_run(failing)
     directory.append_metrics({"step": 1, "rollout/failed": 1.0})
     failed = FailedEpisode(played(tokenizer, "maze_1#0", []).spec, "timeout", "no answer", 2)

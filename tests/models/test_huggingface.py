@@ -60,13 +60,13 @@ def test_a_missing_directory_and_one_without_a_config(tmp_path):
 
 def test_a_directory_without_weights(model_dir):
     (model_dir / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="holds no weights"):
+    with pytest.raises(ModelError, match="contains no weights"):
         huggingface.load_params(model_dir)
 
 
 def test_an_unknown_architecture_names_those_there_are(model_dir):
     rewrite(model_dir, lambda c: c.update(model_type="mamba"))
-    with pytest.raises(ModelError, match=r"'mamba' is not supported; there are \['qwen2'"):
+    with pytest.raises(ModelError, match=r"'mamba' is not supported \(known: qwen2"):
         huggingface.load_params(model_dir)
 
 
@@ -88,7 +88,7 @@ def test_settings_that_are_not_computed_are_refused(model_dir, change, message):
 def test_a_truncated_file_is_named(model_dir):
     path = model_dir / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read .* cut short"):
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read .* truncated"):
         huggingface.load_params(model_dir)
 
 
@@ -100,7 +100,7 @@ def test_missing_unknown_and_misshapen_tensors_are_named(model_dir):
     with pytest.raises(ModelError, match=r"1 tensors are missing, first model\.norm\.weight"):
         huggingface.load_params(model_dir)
     save_file({**tensors, "model.norm.weight": norm, "model.extra": norm}, path)
-    with pytest.raises(ModelError, match=r"tensor model\.extra is none that qwen2 has"):
+    with pytest.raises(ModelError, match=r"qwen2 has no tensor model\.extra"):
         huggingface.load_params(model_dir)
     save_file({**tensors, "model.norm.weight": norm[:5]}, path)
     with pytest.raises(ModelError, match=r"has shape \(5,\), config.json says \(32,\)"):

@@ -4,18 +4,18 @@ import random
 
 import pytest
 
-from manus_jax.reporting.curves import all_series, charts, environments, phases, thinned
+from manus_jax.reporting.curves import all_series, charts, downsampled, environments, phases
 
 
 def test_short_curves_are_left_alone() -> None:
-    assert thinned([1, 2, 3], [5.0, 4.0, 9.0], 3) == ([1, 2, 3], [5.0, 4.0, 9.0])
+    assert downsampled([1, 2, 3], [5.0, 4.0, 9.0], 3) == ([1, 2, 3], [5.0, 4.0, 9.0])
 
 
 def test_long_curves_keep_their_ends_and_their_extremes() -> None:
     rng = random.Random(0)
     values = [rng.random() for _ in range(10_000)]
     values[1234], values[8765] = 50.0, -50.0
-    steps, kept = thinned(list(range(10_000)), values, 500)
+    steps, kept = downsampled(list(range(10_000)), values, 500)
     assert len(steps) <= 500
     assert steps == sorted(set(steps))
     assert kept == [values[step] for step in steps]
@@ -33,7 +33,7 @@ def names_of(metrics: dict[str, float]) -> dict[str, list[tuple[str, str]]]:
     return {c["title"]: [(line["metric"], line["label"]) for line in c["lines"]] for c in found}
 
 
-def test_training_validation_and_yardsticks_share_a_chart() -> None:
+def test_training_validation_and_baselines_share_a_chart() -> None:
     found = names_of(
         {"val_oracle/success_rate": 1.0, "episode/success_rate": 0.5, "val/success_rate": 0.25}
     )
@@ -131,8 +131,8 @@ def test_environments_by_first_latest_and_best() -> None:
         "best": 0.7,
         "score": 0.3,
         "turns": 6.0,
-        "yardsticks": {"random": 0.05},
+        "baselines": {"random": 0.05},
     }
-    assert (tc["env"], tc["score"], tc["yardsticks"]) == ("tc", None, {})
+    assert (tc["env"], tc["score"], tc["baselines"]) == ("tc", None, {})
     assert (every["env"], every["best"]) == ("all", 0.6)
     assert environments([{"step": 1, "val/loss": 3.0}]) == []

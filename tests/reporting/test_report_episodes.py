@@ -8,14 +8,14 @@ from report_runs import advantages_of, new_run, played
 
 from manus_jax.data.chat import END_OF_TURN
 from manus_jax.reporting import episodes
-from manus_jax.reporting.episodes import TokenTexts, browser_data, shortened, spread
+from manus_jax.reporting.episodes import TokenTexts, browser_data, evenly_spaced, shortened
 from manus_jax.rollout.trajectory import FailedEpisode
 from manus_jax.rollout.trajectory_files import write_trajectories
 
 
 def test_the_first_some_between_and_the_last_are_chosen() -> None:
-    assert spread(list(range(5)), 9) == [0, 1, 2, 3, 4]
-    assert spread(list(range(103)), 8) == [0, 20, 40, 60, 80, 100, 101, 102]
+    assert evenly_spaced(list(range(5)), 9) == [0, 1, 2, 3, 4]
+    assert evenly_spaced(list(range(103)), 8) == [0, 20, 40, 60, 80, 100, 101, 102]
 
 
 def test_a_turn_shows_its_tokens_with_log_probs_and_advantages(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_the_command_writes_where_it_is_told(
         (["none"], "none does not exist"),
         (
             ["."],
-            "is not the directory of a run: it has no metrics.jsonl; there are runs in it: run",
+            "is not a run directory: it has no metrics.jsonl; it contains the runs run",
         ),
         (["run", "--out", "no/where/page.html"], "no/where/page.html cannot be written"),
     ],

@@ -32,9 +32,9 @@ def test_a_failure_is_one_line_whatever_its_text(
 ) -> None:
     report_of(tmp_path / "[/bold] gone")
     said = " ".join(capsys.readouterr().out.split())
-    assert "report.html was not written: RunDirectoryError: " in said
+    assert "report.html was not written: ReportError: " in said
     assert "[/bold] gone does not exist" in said
     small_run(tmp_path, range(1, 3))
     (tmp_path / "report.html").mkdir()
     report_of(tmp_path)
-    assert "report.html was not written: RunDirectoryError" in capsys.readouterr().out
+    assert "report.html was not written: ReportError" in capsys.readouterr().out

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from manus_jax.reporting.run_data import read_metrics, read_run
-from manus_jax.training.run_directory import RunDirectoryError, gin_bindings
+from manus_jax.reporting.run_data import ReportError, read_metrics, read_run
+from manus_jax.training.run_directory import gin_bindings
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
@@ -40,11 +40,11 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / "metrics.jsonl").write_text("")
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match=r"no metrics\.jsonl; there are runs in it: first"):
+    with pytest.raises(ReportError, match=r"no metrics\.jsonl; it contains the runs first"):
         read_run(tmp_path)
-    with pytest.raises(RunDirectoryError, match="gone does not exist; give the directory of a run"):
+    with pytest.raises(ReportError, match="gone does not exist; give a run directory"):
         read_run(tmp_path / "gone")
-    with pytest.raises(RunDirectoryError, match="file is a file; give the directory of a run"):
+    with pytest.raises(ReportError, match="file is a file; give a run directory"):
         read_run(tmp_path / "file")
 
 

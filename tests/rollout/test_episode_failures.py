@@ -174,7 +174,7 @@ def withdrawn(request: Request) -> Future:
 FAULTS = {
     "the queue is full": raises,
     "a server died": lambda request: answered(EngineError("a server died")),
-    "withdrew the request": withdrawn,
+    "cancelled the request": withdrawn,
     "cancelled the generation": lambda request: answered(
         Generation((1,), (0.0,), (0,), "cancelled")
     ),
@@ -188,7 +188,7 @@ FAULTS = {
     "a log-prob that is not finite": lambda request: answered(
         Generation((1,), (float("nan"),), (0,), "stop")
     ),
-    "did not answer within 0.2 s": lambda request: Future(),
+    "did not respond within 0.2 s": lambda request: Future(),
 }
 
 

@@ -71,7 +71,7 @@ def advantages_of(trajectory: Trajectory, value: float) -> list[np.ndarray]:
 
 
 def small_run(path: Path, steps: Iterable[int] = range(1, 41)) -> RunDirectory:
-    """Two environments; a validation at step 0 with yardsticks and every tenth step."""
+    """Two environments; a validation at step 0 with baselines and every tenth step."""
     directory, tokenizer = new_run(path)
     validation = {"val/maze/success_rate": 0.25, "val/babyai/success_rate": 0.5}
     levels = {"val_oracle/success_rate": 1.0, "val_oracle/maze/success_rate": 1.0}

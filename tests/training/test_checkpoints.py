@@ -14,12 +14,11 @@ import pytest
 from manus_jax.learner.mesh import make_mesh
 from manus_jax.learner.update import init_state, state_shardings
 from manus_jax.models.architecture import Architecture
+from manus_jax.models.orbax_params import CheckpointError, find_checkpoint
 from manus_jax.models.transformer import Compute, Transformer, abstract_model, init_params
 from manus_jax.training.checkpoints import (
-    CheckpointError,
     Checkpoints,
     abstract_state,
-    find_checkpoint,
 )
 
 pytestmark = pytest.mark.slow
@@ -127,7 +126,7 @@ def find_params(root, step):
 
 
 def test_places_without_a_checkpoint_say_what_was_expected(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no checkpoint: expected a run directory"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint: expected a run directory"):
         find_checkpoint(tmp_path)
     (tmp_path / "checkpoints" / "4" / "params").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="model is missing"):

@@ -140,5 +140,5 @@ def test_wandb_that_is_not_installed_is_named_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="wandb_project is set and wandb is not installed: pip"):
+    with pytest.raises(ConfigError, match="wandb_project is set but wandb is not installed: pip"):
         check_sinks(train_settings(tmp_path, wandb_project="agents"))

@@ -7,7 +7,7 @@ from manus_jax.data.tasks import Task
 from manus_jax.rollout.trajectory import EpisodeSpec, Trajectory, Turn
 from manus_jax.rollout.trajectory_files import write_trajectories
 from manus_jax.training.run_directory import RunDirectory
-from manus_jax.training.run_summary import print_closing, validation_file
+from manus_jax.training.run_summary import print_summary, validation_file
 
 
 def episode(number: int, turns: int, success: bool) -> Trajectory:
@@ -40,7 +40,7 @@ def test_the_table_the_episodes_the_paths_and_the_next_command(tmp_path, capsys,
     write_trajectories(directory.path / "trajectories", validation_file(2), played)
     (directory.path / "export" / "2").mkdir(parents=True)
 
-    print_closing(directory, ("oracle",), "python -m manus_jax.train --gin_file=next.gin")
+    print_summary(directory, ("oracle",), "python -m manus_jax.train --gin_file=next.gin")
 
     text = capsys.readouterr().out
     rows = {line.split("│")[1].strip(): line for line in text.splitlines() if "│" in line}

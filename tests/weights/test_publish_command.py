@@ -8,9 +8,9 @@ from published_models import CARD, changed, copies, exported, model
 from vllm_loopback import LoopbackServer
 
 from manus_jax.engines.protocol import EngineError
+from manus_jax.models import orbax_params
+from manus_jax.models.orbax_params import CheckpointError
 from manus_jax.publish import main, publish_run
-from manus_jax.training import checkpoints
-from manus_jax.training.checkpoints import CheckpointError
 from manus_jax.weights.manifest import published_versions
 from manus_jax.weights.mirror import Mirror
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 def save_step(run, step, params):
     CARD.save(run / "model")
-    made = checkpoints.save_params(run.with_name(f"made-{step}"), params, {})
+    made = orbax_params.save_params(run.with_name(f"made-{step}"), params, {})
     (run / "checkpoints").mkdir(exist_ok=True)
     made.rename(run / "checkpoints" / str(step))
 
@@ -52,7 +52,7 @@ def test_the_command_says_what_it_published_and_does_it_once(tmp_path, capsys):
 
 
 def test_a_run_without_checkpoints_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         main([str(tmp_path), "--to", str(tmp_path / "weights")])
 
 

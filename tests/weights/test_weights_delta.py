@@ -68,8 +68,8 @@ def test_a_lone_change_in_a_large_tensor_is_told_in_wide_gaps():
 def test_places_beyond_the_tensor_and_values_without_a_place_are_refused():
     spec = TensorSpec("BF16", (10,))
     beyond = delta.Sparse(np.array([10], np.uint8), np.array([1], np.uint16))
-    with pytest.raises(WeightsError, match="reaches element 10 of 10"):
+    with pytest.raises(WeightsError, match="position 10, but only 10 elements"):
         delta.positions_of(beyond, spec, "w")
     unplaced = delta.Sparse(np.array([1], np.uint8), np.array([1, 2], np.uint16))
-    with pytest.raises(WeightsError, match="1 places and 2 values"):
+    with pytest.raises(WeightsError, match="1 positions but 2 values"):
         delta.positions_of(unplaced, spec, "w")

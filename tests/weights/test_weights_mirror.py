@@ -96,7 +96,7 @@ def test_a_file_cut_short_is_refused(root, mirror, file, kept):
     path = version_directory(root, 1) / file
     with (
         Damaged(path, cut),
-        pytest.raises(WeightsError, match=r"cut short|does not match its checksum"),
+        pytest.raises(WeightsError, match=r"truncated|does not match its checksum"),
     ):
         mirror.advance(root, 1)
     assert (mirror.held.number, copies(mirror)) == (0, before)
@@ -125,14 +125,14 @@ def test_a_delta_whose_base_was_replaced_is_refused(root, mirror):
 
     with (
         Damaged(manifest, other_id),
-        pytest.raises(WeightsError, match="is not the one that version 2 goes on from"),
+        pytest.raises(WeightsError, match="is not the base of version 2"),
     ):
         mirror.advance(root, 2)
     assert mirror.held is None
 
 
 def test_a_version_that_is_not_there_is_named_with_those_that_are(root, mirror):
-    with pytest.raises(WeightsError, match=r"version 9 is not in .*; there are: 0, 1, 2"):
+    with pytest.raises(WeightsError, match=r"version 9 is not in .*; it has: 0, 1, 2"):
         mirror.advance(root, 9)
 
 

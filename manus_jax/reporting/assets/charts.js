@@ -1,4 +1,4 @@
-// Curves in SVG, drawn to the width there is, with a read-out of the nearest step.
+// SVG line charts that fill the available width and show the values of the nearest step.
 
 const settings = { smooth: true };
 const redraws = [];
@@ -17,7 +17,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-// Mean over a window around every point; the window grows with the curve.
+// Moving average; the window grows with the length of the curve.
 function smoothed(values) {
   const reach = Math.max(1, Math.round(values.length / 40));
   const sums = [0];
@@ -92,7 +92,7 @@ function frameOf(width, height, box, formatY, formatX = whole) {
   return { x, y, stepAt, parts, left: margin.left, right, top: margin.top, bottom };
 }
 
-// The height is fixed before anything is drawn, so that drawing changes no size and calls no redraw.
+// The height is set before drawing, so that drawing does not resize the element and trigger a redraw.
 function drawAtWidth(card, drawing, height, draw) {
   drawing.setAttribute("height", height);
   let width = 0;
@@ -158,7 +158,7 @@ function chartCard(chart, height) {
 }
 const percentTick = (value) => Math.round(value * 100) + "%";
 
-// Any metric by its name, for what no chart shows.
+// Selects any metric by name, including those without a chart.
 function metricChooser() {
   const names = Object.keys(DATA.series).sort();
   const host = el("div", {});

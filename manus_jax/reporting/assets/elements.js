@@ -1,5 +1,5 @@
 "use strict";
-// Everything that is shown goes through these: text nodes and attributes, never markup.
+// All content is created here, as text nodes and attributes and never as markup.
 
 const errors = document.getElementById("errors");
 window.onerror = (message, source, line) => { errors.textContent += message + " (line " + line + ")\n"; };
@@ -69,7 +69,7 @@ function section(title, ...children) {
   return el("section", {}, el("h2", {}, title), ...children);
 }
 
-// A row of buttons of which one is pressed.
+// A group of buttons, one of which is pressed.
 function choice(options, chosen, onChoose) {
   const buttons = options.map(([value, label]) =>
     el("button", { type: "button", "aria-pressed": String(value === chosen), onclick: () => {

@@ -1,4 +1,4 @@
-// The browser of episodes: choose a file, an episode; see what was said, seen and rewarded.
+// The episode browser: select a file and an episode, and see its turns, observations and rewards.
 
 const browser = { file: 0, episode: 0, outcome: "any", env: "any", colouring: "log-prob" };
 const outcomeOf = (episode) => (episode.failed ? "failed" : episode.won ? "won" : "lost");
@@ -14,8 +14,8 @@ function episodesSection() {
   const shown = files.reduce((sum, file) => sum + file.episodes.length, 0);
   const played = files.reduce((sum, file) => sum + file.total, 0);
   const unreadable = files.reduce((sum, file) => sum + file.unreadable, 0);
-  const note = "Shown are " + whole(shown) + " of the " + whole(played) + " episodes of " + files.length +
-    (files.length < total_files ? " of " + whole(total_files) : "") + " files; all of them are in trajectories/." +
+  const note = "Showing " + whole(shown) + " of the " + whole(played) + " episodes in " + files.length +
+    (files.length < total_files ? " of " + whole(total_files) : "") + " files; trajectories/ contains all of them." +
     (unreadable ? " " + unreadable + " lines could not be read." : "");
   const list = el("div", { class: "list card", role: "listbox", "aria-label": "episodes" });
   const view = el("article", { class: "card" });
@@ -51,7 +51,7 @@ function episodesSection() {
       } }, el("span", { class: "mark " + outcome }, MARKS[outcome]), el("span", { class: "name" }, episode.id),
       el("span", { class: "soft" }, "#" + (episode.number + 1)), el("span", { class: "detail" }, detail));
     }));
-    if (!found.length) list.append(el("p", { class: "soft" }, "No shown episode of this file is like that."));
+    if (!found.length) list.append(el("p", { class: "soft" }, "No episode in this selection."));
     showEpisode();
   }
 
@@ -61,8 +61,8 @@ function episodesSection() {
     if (!episode) view.replaceChildren(el("p", { class: "soft" }, "Choose an episode."));
     else if (episode.failed) view.replaceChildren(...failedView(episode));
     else view.replaceChildren(...episodeView(episode));
-    const spoken = episode && !episode.failed && episode.turns.some((turn) => turn.tokens);
-    scale.replaceChildren(...(spoken ? scaleOf(learned, reach(episode)) : []));
+    const hasTokens = episode && !episode.failed && episode.turns.some((turn) => turn.tokens);
+    scale.replaceChildren(...(hasTokens ? scaleOf(learned, reach(episode)) : []));
   }
 
   fileSelect.node.value = String(browser.file = startFile(files));
@@ -73,7 +73,7 @@ function episodesSection() {
     el("div", { class: "browser" }, list, view));
 }
 
-// The newest file of training: its episodes have advantages.
+// The newest training file, because its episodes have advantages.
 function startFile(files) {
   const training = files.map((file, i) => i).filter((i) => !files[i].validation && files[i].episodes.length);
   return training.length ? training[training.length - 1] : files.length - 1;
@@ -95,7 +95,7 @@ function episodeView(episode) {
   const facts = [episode.env, "reward " + number(episode.reward), ENDS[episode.end] || episode.end,
     episode.attempts > 1 ? episode.attempts + " attempts" : null,
     ...Object.entries(episode.parts).filter((_, i, all) => all.length > 1).map(([name, value]) => name + " " + number(value))];
-  const opening = el("details", {}, el("summary", {}, "Opening prompt"),
+  const opening = el("details", {}, el("summary", {}, "First prompt"),
     ...episode.opening.flatMap(([role, text]) => [el("div", { class: "role" }, role), el("pre", { class: "text" }, text)]));
   const span = reach(episode);
   return [titleOf(episode, facts.filter(Boolean).join(DOT)), el("div", { class: "soft" }, episode.uid), opening,
@@ -105,9 +105,9 @@ function episodeView(episode) {
 function turnView(turn, index, span) {
   const reward = turn.reward ? el("span", { class: turn.reward > 0 ? "up" : "down" }, "reward " + number(turn.reward)) : el("span", {}, "reward 0");
   const action = turn.action === null ? el("span", { class: "down" }, "no valid action") : el("code", {}, turn.action);
-  const spoken = turn.tokens ? el("span", {}, counted(turn.tokens.length + turn.more_tokens, "token")) : null;
-  const bar = el("div", { class: "bar" }, el("b", {}, "Turn " + (index + 1)), action, reward, spoken,
-    turn.cut ? el("span", { class: "down" }, "cut at the limit") : null,
+  const tokenCount = turn.tokens ? el("span", {}, counted(turn.tokens.length + turn.more_tokens, "token")) : null;
+  const bar = el("div", { class: "bar" }, el("b", {}, "Turn " + (index + 1)), action, reward, tokenCount,
+    turn.cut ? el("span", { class: "down" }, "truncated") : null,
     el("span", { title: "generation, environment" }, number(turn.seconds[0]) + " s, env " + number(turn.seconds[1]) + " s"));
   const said = el("div", { class: "text said" }, ...(turn.tokens ? tokensOf(turn, span) : [turn.text]));
   return el("div", { class: "turn" }, bar, said, el("pre", { class: "text seen" }, turn.observation));
@@ -119,7 +119,7 @@ function tokensOf(turn, span) {
     const token = el("span", { class: "token", onpointerenter: (event) => showTip(event, JSON.stringify(text), [
       [null, "token", String(turn.ids[i])],
       [null, "log-prob", number(log_prob) + " (p " + number(Math.exp(log_prob)) + ")"],
-      [null, "advantage", advantage === null ? "not learned from" : number(advantage)],
+      [null, "advantage", advantage === null ? "not trained on" : number(advantage)],
     ]), onpointerleave: hideTip }, ...visible(text));
     const back = backgroundOf(log_prob, advantage, span);
     if (back) token.style.background = back;
@@ -129,7 +129,7 @@ function tokensOf(turn, span) {
   return nodes;
 }
 
-// A newline is a token too: it gets a sign that can be coloured.
+// A newline is shown as a symbol, so that it can be coloured.
 const visible = (text) => text.split("\n").flatMap((part, i) => (i ? [el("i", {}, "\u21b5"), "\n", part] : [part]));
 
 const reach = (episode) => Math.max(1e-9, ...episode.turns.flatMap((turn) => turn.advantages || []).map(Math.abs));
@@ -148,7 +148,7 @@ function scaleOf(learned, span) {
     return ["certain", ramp, "log-prob " + MINUS + "5 or less"];
   }
   if (browser.colouring !== "advantage") return [];
-  if (!learned) return ["this episode was not learned from"];
+  if (!learned) return ["this episode was not trained on"];
   ramp.style.background = "linear-gradient(to right, " + tint("--s4", 1) + ", transparent, " + tint("--s2", 1) + ")";
   return [number(-span), ramp, number(span)];
 }

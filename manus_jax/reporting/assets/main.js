@@ -1,4 +1,4 @@
-// The page from top to bottom.
+// Builds the page from top to bottom.
 
 const head = document.getElementById("head"), main = document.getElementById("main");
 
@@ -21,15 +21,15 @@ function facts() {
 }
 
 function environmentTable(rows) {
-  const yardsticks = [...new Set(rows.flatMap((row) => Object.keys(row.yardsticks)))];
-  const header = ["environment", "first", "latest", "change", "best", "score", "turns", ...yardsticks];
+  const baselines = [...new Set(rows.flatMap((row) => Object.keys(row.baselines)))];
+  const header = ["environment", "first", "latest", "change", "best", "score", "turns", ...baselines];
   const body = rows.map((row) => {
     const change = row.last[1] - row.first[1];
     const sign = change > 0 ? "+" : change < 0 ? MINUS : "";
     return el("tr", {}, el("td", {}, row.env), el("td", {}, percent(row.first[1])), el("td", {}, el("b", {}, percent(row.last[1]))),
       el("td", { class: change > 0 ? "up" : change < 0 ? "down" : "" }, sign + Math.abs(100 * change).toFixed(1)),
       el("td", {}, percent(row.best)), el("td", {}, number(row.score)), el("td", {}, number(row.turns)),
-      ...yardsticks.map((name) => el("td", {}, percent(row.yardsticks[name]))));
+      ...baselines.map((name) => el("td", {}, percent(row.baselines[name]))));
   });
   const steps = rows[0];
   return el("div", { class: "card" }, el("h3", {}, "Success on the held-out tasks"),
@@ -45,9 +45,9 @@ function build() {
   const { run } = DATA;
   const written = new Date(run.written * 1000).toISOString().slice(0, 16).replace("T", " ") + " UTC";
   head.append(el("h1", {}, run.name),
-    el("div", { class: "soft" }, [run.recipe, "metrics of " + written].filter(Boolean).join(DOT)), facts());
-  if (run.unreadable) head.append(el("p", { class: "notice" }, run.unreadable + " lines of metrics.jsonl could not be read and are left out."));
-  if (run.step === null) head.append(el("p", { class: "notice" }, "No step is finished yet: there are no metrics to show."));
+    el("div", { class: "soft" }, [run.recipe, "metrics written " + written].filter(Boolean).join(DOT)), facts());
+  if (run.unreadable) head.append(el("p", { class: "notice" }, run.unreadable + " lines of metrics.jsonl could not be parsed and were skipped."));
+  if (run.step === null) head.append(el("p", { class: "notice" }, "No step has finished yet, so there are no metrics."));
 
   if (DATA.charts.some((chart) => chart.section === "Learning")) {
     const smooth = el("input", { type: "checkbox", checked: true, onchange: () => {
@@ -69,8 +69,8 @@ function build() {
   if (Object.keys(DATA.series).length) main.append(section("Any metric", metricChooser()));
   if (DATA.config) main.append(section("Configuration",
     el("details", { class: "card" }, el("summary", {}, "config.gin"), el("pre", { class: "text" }, DATA.config))));
-  main.append(el("footer", {}, "Made from the run directory by python -m manus_jax.report."));
-  redraws.forEach((draw) => draw());  // at once: an observer may take its time to tell the first size
+  main.append(el("footer", {}, "Created from the run directory by python -m manus_jax.report."));
+  redraws.forEach((draw) => draw());  // immediately: the resize observer may report the first size late
   document.body.dataset.ready = "yes";
 }
 

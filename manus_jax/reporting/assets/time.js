@@ -1,4 +1,4 @@
-// Where the time of a step went: stacked bars, one per step or per stretch of steps.
+// Time per step as stacked bars of phases, one bar per step or per interval of steps.
 
 function timeCard(phases) {
   const height = 240;
