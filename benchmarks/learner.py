@@ -60,7 +60,7 @@ def our_step(case: str, remat: str) -> Any:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
-    from manus_jax.algorithms.recipes import get_recipe, policy_loss
+    from manus_jax.algorithms.recipes import RECIPES, policy_loss
     from manus_jax.learner import objectives
     from manus_jax.learner.mesh import make_mesh
     from manus_jax.learner.optimizer import adamw, learning_rate
@@ -76,7 +76,7 @@ def our_step(case: str, remat: str) -> Any:
     optimizer = adamw(
         learning_rate(LEARNING_RATE, "constant", 0, 1, 0.0), 0.01, 0.9, 0.999, 1e-8, 1.0
     )
-    recipe = get_recipe("dapo")
+    recipe = RECIPES["dapo"]
     fields = {"sampler_log_probs": "old_log_probs"}
     update = make_update(objectives.policy(graphdef, policy_loss(recipe)), optimizer, mesh, shapes)
     state = init_state(init_params(Transformer, arch, compute, 0), optimizer, mesh)

@@ -23,7 +23,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
-from manus_jax.algorithms.recipes import get_recipe, policy_loss
+from manus_jax.algorithms.recipes import RECIPES, policy_loss
 from manus_jax.learner import objectives
 from manus_jax.learner.learner import Design
 from manus_jax.learner.mesh import make_mesh
@@ -50,7 +50,7 @@ LAYOUT = Layout(micro_batches=2, rows=8, length=512)
 
 def design(arch: Architecture, layout: Layout, mesh: jax.sharding.Mesh) -> Design:
     """GRPO's update in float32 with full remat, as training designs it."""
-    recipe = get_recipe("grpo")
+    recipe = RECIPES["grpo"]
     kernel = AttentionKernel("plain", mesh)
     graphdef, shapes = abstract_model(Transformer, arch, Compute("float32", "full", kernel))
     rate = learning_rate(1e-6, "constant", 0, 1, 0.0)
@@ -66,7 +66,7 @@ def design(arch: Architecture, layout: Layout, mesh: jax.sharding.Mesh) -> Desig
 def measure(arch: Architecture, layout: Layout, devices: int) -> dict[str, Any]:
     """What one of `devices` devices does in an update, and what theory says that it sends."""
     mesh = make_mesh(fsdp=devices, devices=jax.devices()[:devices])
-    made, fields = design(arch, layout, mesh), policy_fields(get_recipe("grpo"))
+    made, fields = design(arch, layout, mesh), policy_fields(RECIPES["grpo"])
     memory, text = compile_update(lower_update(made, mesh, fields))
     tokens = layout.rows * layout.length // devices
     loops = (layout.micro_batches, math.ceil(TRAINED * tokens / chunk_size(tokens)))

@@ -19,11 +19,9 @@ def register_environment(
     `spec` is the place of its EnvironmentSpec, such as "my_env:SPEC"; without one it is played on
     the servers of `env.urls` alone.
     """
-    if row.name in ENVIRONMENTS:
-        raise ValueError(f"there is an environment {row.name!r} already; choose another name")
     if spec is not None and not all(spec.partition(":")):
         raise ValueError(f"{row.name}: spec {spec!r} is no place; write it as 'module:SPEC'")
-    ENVIRONMENTS[row.name] = row
+    ENVIRONMENTS.add(row)
     PROMPTS[row.name] = prompt
     if spec is not None:
         EMBEDDED[row.name] = spec

@@ -2,7 +2,7 @@
 
 The one idea: a format is one object that holds the instruction, a renderer of example turns and the
 parser, so that what is asked for and what is understood cannot drift apart. A new format is one
-`register_format(ActionFormat(...))`. Parsing is linear in the text and evaluates nothing; a text
+`FORMATS.add(ActionFormat(...))`. Parsing is linear in the text and evaluates nothing; a text
 without exactly one action is answered with a sentence to the model, never with an empty action.
 """
 
@@ -15,6 +15,7 @@ from typing import get_args
 
 from manus_jax.agentgym.prompts import FENCED, REACT, SEARCH_TAGS, SQL_BLOCK, TOOL_CALL
 from manus_jax.agentgym.table import ActionStyle, EnvironmentRow
+from manus_jax.registry import Registry
 
 MAX_CODE = 4000
 MAX_NESTING = 20
@@ -67,7 +68,7 @@ class ActionFormat:
         return ParsedAction(action)
 
 
-FORMATS: dict[str, ActionFormat] = {}
+FORMATS: Registry[ActionFormat] = Registry("action format", reserved=("auto",))
 
 _OWN_FORM: dict[ActionStyle, str] = {
     "line": "react",
@@ -79,14 +80,6 @@ _OWN_FORM: dict[ActionStyle, str] = {
 }
 
 
-def register_format(action_format: ActionFormat) -> ActionFormat:
-    """Makes a format known by its name."""
-    if action_format.name in FORMATS or action_format.name == "auto":
-        raise ValueError(f"there is an action format {action_format.name!r} already")
-    FORMATS[action_format.name] = action_format
-    return action_format
-
-
 def format_for(row: EnvironmentRow, name: str = "auto") -> ActionFormat:
     """The format of that name, or the environment's own for "auto".
 
@@ -94,8 +87,6 @@ def format_for(row: EnvironmentRow, name: str = "auto") -> ActionFormat:
     """
     if name == "auto":
         name = _OWN_FORM[row.action]
-    if name not in FORMATS:
-        raise ValueError(f"unknown action format {name!r}; there are auto, {', '.join(FORMATS)}")
     chosen = FORMATS[name]
     if name == "raw" and row.sends_text:
         # The server still reads the form it knows; what goes is the check before sending.
@@ -146,7 +137,7 @@ def _find_react(text: str) -> str:
     return _unfenced(rest[: end.start() if end else None]).partition("\n")[0]
 
 
-register_format(
+FORMATS.add(
     ActionFormat(
         "react",
         REACT,
@@ -165,7 +156,7 @@ def _find_sql(text: str) -> str:
     return query.partition("```")[0]
 
 
-register_format(
+FORMATS.add(
     ActionFormat(
         "react_sql",
         SQL_BLOCK,
@@ -207,7 +198,7 @@ def _tag_format(tag: str) -> ActionFormat:
 
 
 for _tag in ("act", "action", "response"):
-    register_format(_tag_format(_tag))
+    FORMATS.add(_tag_format(_tag))
 
 
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
@@ -247,7 +238,7 @@ def _render_function_call(thought: str, action: str) -> str:
     return json.dumps(call, ensure_ascii=False)
 
 
-register_format(
+FORMATS.add(
     ActionFormat(
         "function_call",
         "Answer with one function call in every answer: a JSON object with your thought, the name "
@@ -297,7 +288,7 @@ def _render_code(thought: str, action: str) -> str:
     return f"```python\n{comment}\nact({action})\n```"
 
 
-register_format(
+FORMATS.add(
     ActionFormat(
         "code_as_action",
         "Answer with one block of Python in every answer: your thought in comments, and one call "
@@ -331,7 +322,7 @@ def _find_fenced(text: str) -> str:
     return text
 
 
-register_format(
+FORMATS.add(
     ActionFormat(
         "tool_call",
         TOOL_CALL,
@@ -341,7 +332,7 @@ register_format(
         frozenset(("tool_call",)),
     )
 )
-register_format(
+FORMATS.add(
     ActionFormat(
         "search_tags",
         SEARCH_TAGS,
@@ -351,7 +342,7 @@ register_format(
         frozenset(("search_tags",)),
     )
 )
-register_format(
+FORMATS.add(
     ActionFormat(
         "fenced",
         FENCED,
@@ -361,7 +352,7 @@ register_format(
         frozenset(("fenced",)),
     )
 )
-register_format(
+FORMATS.add(
     ActionFormat(
         "raw",
         "Your whole answer is taken as the action: write the action and nothing else.",

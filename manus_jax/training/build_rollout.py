@@ -16,6 +16,7 @@ from manus_jax.engines.jax_engine import JaxEngine
 from manus_jax.engines.protocol import Engine, EngineError, Sampling
 from manus_jax.models.loading import PolicySource
 from manus_jax.models.transformer import Params
+from manus_jax.registry import Registry
 from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.prompts import PromptSettings
 from manus_jax.rollout.settings import RolloutSettings
@@ -88,22 +89,10 @@ def open_servers(env: EnvSettings) -> Iterator[EnvironmentPool]:
 EngineFactory = Callable[[PolicySource, Params, EngineSettings, int], Engine]
 """(model, its weights, settings, most tokens of a stream) → a running engine."""
 
-ENGINES: dict[str, EngineFactory] = {}
+ENGINES: Registry[EngineFactory] = Registry("engine")
 
 
-def register_engine(name: str) -> Callable[[EngineFactory], EngineFactory]:
-    """Decorator: makes `make(source, params, settings, max_length)` an engine, `engine.name`."""
-
-    def register(make: EngineFactory) -> EngineFactory:
-        if name in ENGINES:
-            raise ValueError(f"there is an engine {name!r} already; choose another name")
-        ENGINES[name] = make
-        return make
-
-    return register
-
-
-@register_engine("jax")
+@ENGINES.register("jax")
 def _embedded(
     source: PolicySource, params: Params, settings: EngineSettings, max_length: int
 ) -> Engine:
@@ -118,7 +107,7 @@ def _embedded(
     )
 
 
-@register_engine("vllm")
+@ENGINES.register("vllm")
 def _vllm_pool(
     source: PolicySource, params: Params, settings: EngineSettings, max_length: int
 ) -> Engine:
@@ -134,8 +123,7 @@ def _vllm_pool(
 
 def check_engine(settings: EngineSettings) -> None:
     """Raises for an engine that does not exist, and for options that one of ours has not."""
-    if settings.name not in ENGINES:
-        raise ConfigError(f"engine.name = {settings.name!r}; there are {', '.join(ENGINES)}")
+    ENGINES[settings.name]  # raises for an unknown name
     if settings.name == "jax" and settings.options:
         option = next(iter(settings.options))
         raise ConfigError(f"engine.options has {option!r}, and the engine 'jax' has no options")

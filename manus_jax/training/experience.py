@@ -14,7 +14,7 @@ import numpy as np
 
 from manus_jax.algorithms import gigpo
 from manus_jax.algorithms.advantages import has_signal
-from manus_jax.algorithms.kl import KLController, get_estimator, kl_in_reward, observed_kl
+from manus_jax.algorithms.kl import ESTIMATORS, KLController, kl_in_reward, observed_kl
 from manus_jax.algorithms.recipes import Recipe, compute_advantages
 from manus_jax.learner.packing import Sample
 from manus_jax.rollout.batch import Origin, RewardAllocation, to_samples
@@ -128,7 +128,7 @@ def add_advantages(
     rewards = rows("token_rewards")
     metrics: dict[str, float] = {}
     if recipe.kl_placement == "reward":
-        estimate = get_estimator(recipe.kl_estimator)
+        estimate = ESTIMATORS[recipe.kl_estimator]
         kl_t = np.asarray(estimate(rows("old_log_probs"), rows("ref_log_probs")))
         rewards = np.asarray(kl_in_reward(rewards, kl_t, mask, kl_controller.coef))
         seen = float(observed_kl(kl_t[:count], mask[:count]))

@@ -10,8 +10,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from manus_jax.algorithms.corrections import get_correction
-from manus_jax.algorithms.recipes import Recipe, get_recipe, policy_loss
+from manus_jax.algorithms.corrections import CORRECTIONS
+from manus_jax.algorithms.recipes import RECIPES, Recipe, policy_loss
 from manus_jax.config.binding import ConfigError, build, parse, refuse_unread
 from manus_jax.config.settings import (
     AlgorithmSettings,
@@ -92,9 +92,9 @@ def make_recipe(settings: AlgorithmSettings) -> Recipe:
     try:
         named = {field: getattr(settings, field) for field in _RECIPE_FIELDS}
         given = {field: value for field, value in named.items() if value is not None}
-        recipe = dataclasses.replace(get_recipe(settings.recipe), **given)
+        recipe = dataclasses.replace(RECIPES[settings.recipe], **given)
         if settings.corrections is not None:
-            corrections = tuple(get_correction(name) for name in settings.corrections)
+            corrections = tuple(CORRECTIONS[name] for name in settings.corrections)
             recipe = dataclasses.replace(recipe, corrections=corrections)
     except ValueError as error:
         raise ConfigError(f"algorithm: {error}") from None

@@ -50,7 +50,7 @@ ROW = EnvironmentRow("doubling", "id", 36001, "data_idx", RewardRule(Meaning.FIN
 PROMPT = EnvironmentPrompt("Double a number.", ("the number",), ())
 
 
-KNOWN = (table.ENVIRONMENTS, prompts.PROMPTS, registry.ENVIRONMENTS)
+KNOWN = (prompts.PROMPTS, registry.ENVIRONMENTS)
 
 
 @pytest.fixture
@@ -59,7 +59,8 @@ def doubling(tmp_path, monkeypatch):
     (tmp_path / "doubling_game.py").write_text(GAME)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    yield
+    with table.ENVIRONMENTS.restored():
+        yield
     for known in KNOWN:
         known.pop("doubling", None)
     sys.modules.pop("doubling_game", None)
@@ -87,7 +88,7 @@ def test_a_name_is_given_once_and_a_place_has_two_parts(doubling):
     with pytest.raises(ValueError, match=r"doubling: spec 'doubling_game' is no place"):
         register_environment(ROW, PROMPT, "doubling_game")
     register_environment(ROW, PROMPT)
-    with pytest.raises(ValueError, match="there is an environment 'doubling' already"):
+    with pytest.raises(ValueError, match="the environment 'doubling' is already registered"):
         register_environment(ROW, PROMPT)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from manus_jax.algorithms.recipes import get_recipe, policy_loss
+from manus_jax.algorithms.recipes import RECIPES, policy_loss
 from manus_jax.learner import objectives
 from manus_jax.learner.mesh import make_mesh
 from manus_jax.learner.packing import Layout, Sample, pack, with_loss_weights
@@ -54,7 +54,7 @@ def objective_on(mesh, kind):
     graphdef, shapes = abstract_model(kind, ARCH, Compute(kernel=AttentionKernel("plain", mesh)))
     if kind is Critic:
         return objectives.critic(graphdef, 0.5), shapes
-    loss = policy_loss(get_recipe("grpo"))
+    loss = policy_loss(RECIPES["grpo"])
     return objectives.policy(graphdef, loss, 0.7, with_entropy=True), shapes
 
 

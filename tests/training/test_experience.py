@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from manus_jax.algorithms.kl import FixedKL
-from manus_jax.algorithms.recipes import get_recipe
+from manus_jax.algorithms.recipes import RECIPES
 from manus_jax.data.tasks import Task
 from manus_jax.rollout.batch import RewardAllocation
 from manus_jax.rollout.trajectory import EpisodeSpec, Segment, Trajectory, Turn
 from manus_jax.training.experience import Experience, add_advantages, comparable, with_signal
 
 LAST = RewardAllocation("last_token")
-GRPO = dataclasses.replace(get_recipe("grpo"), kl_placement="none", kl_coef=0.0)
+GRPO = dataclasses.replace(RECIPES["grpo"], kl_placement="none", kl_coef=0.0)
 
 
 def episode(group, reward, pieces=((2, 3), (1, 2)), segments=1, name=""):
@@ -75,7 +75,7 @@ def test_group_advantages_reach_every_agent_token_and_no_other():
 
 
 def test_observation_tokens_move_no_advantage():
-    recipe = dataclasses.replace(get_recipe("ppo"), kl_placement="none", kl_coef=0.0)
+    recipe = dataclasses.replace(RECIPES["ppo"], kl_placement="none", kl_coef=0.0)
     few = [episode("g", 1.0), episode("h", 0.0)]
     many = [episode("g", 1.0, ((9, 3), (7, 2))), episode("h", 0.0, ((4, 3), (30, 2)))]
     per_token = []
@@ -99,7 +99,7 @@ def test_a_forked_memory_gives_the_tokens_of_all_its_segments_the_same_as_one_st
 def test_gae_by_hand_over_two_turns():
     # gamma = lam = 1: every advantage is the reward to come less the value: 1 - 0.25, then whitened
     # to the same number for all tokens, so compare returns, which are not whitened.
-    recipe = dataclasses.replace(get_recipe("ppo"), kl_placement="none", kl_coef=0.0)
+    recipe = dataclasses.replace(RECIPES["ppo"], kl_placement="none", kl_coef=0.0)
     result, metrics = advantages([episode("g", 1.0), episode("h", 0.0)], recipe, values=0.25)
     for sample, total in zip(result.samples, (1.0, 0.0), strict=True):
         returns = sample.fields["returns"][sample.loss_mask]
@@ -108,7 +108,7 @@ def test_gae_by_hand_over_two_turns():
 
 
 def test_kl_in_the_reward_lowers_it_by_the_coefficient_times_the_difference():
-    recipe = dataclasses.replace(get_recipe("ppo"), kl_coef=0.1)
+    recipe = dataclasses.replace(RECIPES["ppo"], kl_coef=0.1)
     _, metrics = advantages(
         [episode("g", 1.0), episode("h", 0.0)],
         recipe,
@@ -124,7 +124,7 @@ def test_kl_in_the_reward_lowers_it_by_the_coefficient_times_the_difference():
 def test_episodes_that_lost_their_siblings_are_left_out_and_groups_without_signal_too():
     episodes = [episode("a", 1.0), episode("a", 0.0), episode("b", 1.0)]
     assert [e.group_id for e in comparable(episodes, GRPO)] == ["a", "a"]
-    assert len(comparable(episodes, get_recipe("ppo"))) == 3
+    assert len(comparable(episodes, RECIPES["ppo"])) == 3
     episodes = [
         episode("a", 1.0),
         episode("a", 0.0),
@@ -135,7 +135,7 @@ def test_episodes_that_lost_their_siblings_are_left_out_and_groups_without_signa
 
 
 def test_gigpo_tells_apart_steps_from_the_same_state():
-    recipe = dataclasses.replace(get_recipe("gigpo"), kl_placement="none", kl_coef=0.0)
+    recipe = dataclasses.replace(RECIPES["gigpo"], kl_placement="none", kl_coef=0.0)
     result, _ = advantages([episode("g", 1.0), episode("g", 0.0)], recipe)
     good, bad = (s.fields["advantages"][s.loss_mask] for s in result.samples)
     assert (good > 0).all() and (bad < 0).all()
