@@ -16,7 +16,8 @@ from typing import Any
 
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.config.binding import ConfigError
-from manus_jax.config.settings import EngineSettings, EnvSettings, EvaluateSettings, RolloutGroup
+from manus_jax.config.commands import EvaluateConfig
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.evaluation.eval_sets import Panel, make_panel
 from manus_jax.evaluation.play import EvaluationError, EvaluationResult, evaluate_policy
 from manus_jax.models import loading as policy_source
@@ -24,26 +25,16 @@ from manus_jax.models.architecture import ModelError
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
 from manus_jax.rollout.llm_player import EngineAgent, Voice
 from manus_jax.rollout.player import Agent
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory
 from manus_jax.rollout.trajectory_files import write_trajectories
 from manus_jax.training.build_rollout import (
     check_engine,
     check_play,
-    make_rollout,
     open_engine,
     open_servers,
 )
 from manus_jax.training.progress import ProgressLine
 from manus_jax.training.run_directory import write_atomically
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluateConfig:
-    evaluate: EvaluateSettings
-    env: EnvSettings
-    rollout: RolloutGroup
-    engine: EngineSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +53,7 @@ class Contestant:
 def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationResult]:
     """Plays the panel with every policy; writes evaluation.json and trajectories/."""
     evaluate, env = config.evaluate, config.env
-    rollout = make_rollout(config.rollout, evaluate.seed)
+    rollout = config.rollout
     check_play(env, rollout)
     check_engine(config.engine)
     panel = make_panel(
@@ -144,7 +135,7 @@ def _playing(
     """A model in an engine of its own, gone with the block."""
     settings = dataclasses.replace(config.engine, slots=slots)
     with open_engine(source, source.load(None), settings, length) as engine:
-        yield EngineAgent(engine, source.tokenizer)
+        yield EngineAgent(engine, source.tokenizer, config.evaluate.seed)
 
 
 def _play(

@@ -7,14 +7,12 @@ the shape never changes; the update loop runs only over the micro-batches that h
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 
 from manus_jax.algorithms.aggregation import sequence_weights
+from manus_jax.config.settings import Overlong
 from manus_jax.errors import UserError
-
-Overlong = Literal["error", "drop", "cut"]
 
 
 class PackingError(UserError, ValueError):

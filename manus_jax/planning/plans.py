@@ -12,6 +12,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from manus_jax.config.binding import ConfigError
+from manus_jax.config.commands import TrainConfig
 from manus_jax.learner.learner import Design
 from manus_jax.learner.mesh import make_mesh
 from manus_jax.models.architecture import Architecture
@@ -31,7 +32,7 @@ from manus_jax.planning.compiling import (
 from manus_jax.planning.estimates import Workload
 from manus_jax.planning.module_costs import Collective, ModuleCosts, module_costs
 from manus_jax.planning.topologies import Topology
-from manus_jax.training.learner_specs import TrainConfig, design_critic, design_policy, make_recipe
+from manus_jax.training.learner_specs import design_critic, design_policy, make_recipe
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from jax.sharding import Mesh
 
 from manus_jax.config.binding import ConfigError
+from manus_jax.config.commands import TrainConfig
 from manus_jax.learner.mesh import MeshError, batch_shards
 from manus_jax.models.architecture import Architecture, ModelError
 from manus_jax.models.transformer import REMAT_POLICIES
@@ -26,7 +27,7 @@ from manus_jax.planning.plans import (
     workload_of,
 )
 from manus_jax.planning.topologies import Topology
-from manus_jax.training.learner_specs import TrainConfig, design_policy, make_recipe
+from manus_jax.training.learner_specs import design_policy, make_recipe
 
 _TRIES = 4
 # A share of the memory that estimates are asked to leave free.

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manus_jax.training.run_directory import RunDirectoryError, gin_bindings
+from manus_jax.config.run_config import read_bindings
+from manus_jax.training.run_directory import RunDirectoryError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class RunData:
 
     @property
     def bindings(self) -> dict[str, str]:
-        return gin_bindings(self.config)
+        return {name: repr(value) for name, value in read_bindings(self.config).items()}
 
 
 def read_run(path: Path) -> RunData:

@@ -14,10 +14,10 @@ from envs.registry import ENVIRONMENTS as EMBEDDED
 from envs.registry import load
 from manus_jax.agentgym.prompts import PROMPTS
 from manus_jax.agentgym.table import environment
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.rollout.action_formats import ActionFormat
 from manus_jax.rollout.llm_player import turn_seed
 from manus_jax.rollout.player import Answer, NoAnswer, Part
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import Segment
 
 Reply = Callable[[Sequence[str]], str | None]

@@ -14,12 +14,12 @@ from manus_jax.agentgym.client import Session
 from manus_jax.agentgym.failures import EnvironmentFailure
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.table import environment
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.engines.cancellation import Cancellation, Cancelled
 from manus_jax.engines.protocol import EngineError
 from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.player import Agent, NoAnswer, Part, Player
 from manus_jax.rollout.prompts import cut_middle, opening
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import (
     EndReason,
     EpisodeSpec,
@@ -78,7 +78,7 @@ def _attempt(
     task = spec.task
     assert task.env is not None
     action_format = format_for(environment(task.env), settings.action_format)
-    beginning = opening(task, action_format, settings.prompt)
+    beginning = opening(task, action_format, settings)
     part = Part(spec, beginning, action_format, settings, cancellation, attempt)
     cancellation.check()
     with pool.lease(task.env) as session:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from manus_jax.agentgym.table import environment
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.data.chat import ChatStream, Message
 from manus_jax.data.tasks import Task
 from manus_jax.engines.protocol import Engine, EngineError, Generation, Request, Sampling
 from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.player import Answer, NoAnswer, Part
 from manus_jax.rollout.prompts import cut_middle, opening, rejoined
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import Segment
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Voice:
     def check(self, env: str, settings: RolloutSettings) -> None:
         """ChatTemplateError for a template that cannot write the turns of this environment."""
         action_format = format_for(environment(env), settings.action_format)
-        first = opening(Task(env, 0, f"{env}_0"), action_format, settings.prompt)
+        first = opening(Task(env, 0, f"{env}_0"), action_format, settings)
         self.start(first.messages("An observation."))
         self.extend((), "An observation.")
 
@@ -121,10 +121,11 @@ class _Stream:
 
 
 class EngineAgent:
-    """Plays with an engine's weights; one for all episodes."""
+    """Plays with an engine's weights; one for all episodes. `seed` fixes what is sampled."""
 
-    def __init__(self, engine: Engine, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, engine: Engine, tokenizer: "PreTrainedTokenizerBase", seed: int = 0) -> None:
         self._engine = engine
+        self._seed = seed
         self._voice = Voice(tokenizer)
 
     def check(self, env: str, settings: RolloutSettings) -> None:
@@ -132,16 +133,17 @@ class EngineAgent:
         self._voice.check(env, settings)
 
     def player(self, part: Part) -> "Dialogue":
-        return Dialogue(self._engine, self._voice, part)
+        return Dialogue(self._engine, self._voice, part, self._seed)
 
 
 class Dialogue:
     """One attempt at an episode. Belongs to one thread."""
 
-    def __init__(self, engine: Engine, voice: Voice, part: Part) -> None:
+    def __init__(self, engine: Engine, voice: Voice, part: Part, seed: int) -> None:
         self._engine = engine
         self._voice = voice
         self._part = part
+        self._seed = seed
         self._settings = part.settings
         self._streams: list[_Stream] = []
         self._observations: list[str] = []  # number n is what turn n answers
@@ -220,17 +222,22 @@ class Dialogue:
             _log.warning("%s was not released: %s", self._session, error)
 
     def _generate(self, prompt: list[int], turn: int) -> Generation:
-        asked = self._settings.sampling
+        settings = self._settings
         room = min(self._settings.max_total_tokens, self._engine.max_length) - len(prompt)
-        most = min(asked.max_tokens, room)
-        if most < min(self._settings.min_turn_tokens, asked.max_tokens):
+        most = min(settings.max_tokens_per_turn, room)
+        if most < min(settings.min_turn_tokens, settings.max_tokens_per_turn):
             raise NoAnswer("context")
-        stop_ids = tuple(sorted({*self._voice.stop_ids, *asked.stop_ids}))
-        sampling = dataclasses.replace(asked, max_tokens=most, stop_ids=stop_ids)
-        seed = turn_seed(self._settings.seed, self._part.spec.uid, turn)
+        sampling = Sampling(
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            max_tokens=most,
+            stop_ids=self._voice.stop_ids,
+        )
+        seed = turn_seed(self._seed, self._part.spec.uid, turn)
         request = Request(tuple(prompt), sampling, seed, self._session)
         future = self._engine.submit(request)
-        generation = self._part.cancellation.result(future, self._settings.generation_timeout)
+        generation = self._part.cancellation.result(future, settings.generation_timeout)
         _check(generation, sampling)
         return generation
 

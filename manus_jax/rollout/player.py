@@ -7,10 +7,10 @@ The one idea: the episode loop knows a `Player` and nothing of tokens, engines o
 import dataclasses
 from typing import Protocol
 
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.engines.cancellation import Cancellation
 from manus_jax.rollout.action_formats import ActionFormat
 from manus_jax.rollout.prompts import Opening
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import EndReason, EpisodeSpec, Segment
 
 

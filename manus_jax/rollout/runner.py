@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.table import environment
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.engines.cancellation import Cancellation
 from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.episode import play_episode
 from manus_jax.rollout.player import Agent
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import EpisodeSpec, FailedEpisode, Outcome
 
 _log = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from types import FrameType
 
 import numpy as np
 
+from manus_jax.config.commands import TrainConfig
 from manus_jax.errors import Stopped
 from manus_jax.learner.learner import Learner, Reference
 from manus_jax.learner.mesh import make_mesh
@@ -21,7 +22,7 @@ from manus_jax.models import loading as policy_source
 from manus_jax.training.build import build_learners, open_checkpoints, warm_start
 from manus_jax.training.checkpoints import Checkpoints
 from manus_jax.training.distributed import Command, Preemption, Team, alone
-from manus_jax.training.learner_specs import TrainConfig, make_recipe
+from manus_jax.training.learner_specs import make_recipe
 from manus_jax.training.run_directory import RunDirectory
 from manus_jax.training.trainer import restore_states, save_states
 from manus_jax.weights.host_tensors import gathered

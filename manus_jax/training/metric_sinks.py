@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 
 from manus_jax.config.binding import ConfigError
+from manus_jax.config.run_config import read_bindings
 from manus_jax.config.settings import TrainSettings
-from manus_jax.training.run_directory import RunDirectory, gin_bindings, write_atomically
+from manus_jax.training.run_directory import RunDirectory, write_atomically
 
 Sink = Callable[[int, Mapping[str, float]], None]
 """Takes a step and its metrics."""
@@ -77,7 +78,7 @@ def _wandb(project: str, directory: RunDirectory) -> Iterator[Sink]:
             resume="allow",
             name=directory.path.resolve().name,
             dir=str(directory.path),
-            config=gin_bindings((directory.path / "config.gin").read_text()),
+            config=read_bindings((directory.path / "config.gin").read_text()),
         )
     except wandb.Error as error:
         raise ConfigError(

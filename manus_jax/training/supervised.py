@@ -15,15 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from manus_jax.config.settings import (
-    ComputeSettings,
-    DataSettings,
-    MeshSettings,
-    ModelSettings,
-    OptimizerSettings,
-    ScratchSettings,
-    SftSettings,
-)
+from manus_jax.config.commands import SftConfig
+from manus_jax.config.settings import ComputeSettings, DataSettings
 from manus_jax.data.chat import ChatStream, ConversationError
 from manus_jax.data.tasks import DatasetError, Mixture, Task, read_tasks, without
 from manus_jax.learner import objectives
@@ -46,17 +39,6 @@ from manus_jax.models.transformer import Compute, Transformer, abstract_model
 from manus_jax.training.checkpoints import Checkpoints, abstract_state
 from manus_jax.training.progress import ProgressLine
 from manus_jax.training.run_directory import RunDirectory
-
-
-@dataclasses.dataclass(frozen=True)
-class SftConfig:
-    sft: SftSettings
-    data: DataSettings
-    model: ModelSettings
-    scratch: ScratchSettings | None  # when model.path is None
-    optimizer: OptimizerSettings
-    mesh: MeshSettings
-    compute: ComputeSettings
 
 
 class Encoder:

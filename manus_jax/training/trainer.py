@@ -28,7 +28,7 @@ from manus_jax.algorithms.kl import (
     controller_to_json,
 )
 from manus_jax.algorithms.recipes import Recipe
-from manus_jax.config.settings import AlgorithmSettings, TrainSettings
+from manus_jax.config.settings import AlgorithmSettings, RolloutSettings, TrainSettings
 from manus_jax.data.tasks import Mixture, Task
 from manus_jax.engines.protocol import Engine
 from manus_jax.errors import Stopped, UserError
@@ -42,7 +42,6 @@ from manus_jax.rollout.llm_player import EngineAgent
 from manus_jax.rollout.metrics import rollout_metrics
 from manus_jax.rollout.runner import run_episodes
 from manus_jax.rollout.scoring import score_episodes
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import Outcome, Trajectory, episode_specs, trajectories
 from manus_jax.rollout.trajectory_files import write_trajectories
 from manus_jax.training.checkpoints import Checkpoints
@@ -321,9 +320,7 @@ class Trainer:
     ) -> list[float]:
         """For each episode the score of one greedy episode of its task (its own if that failed)."""
         tasks = {e.group_id: e.task for e in episodes}
-        greedy = dataclasses.replace(
-            settings, sampling=dataclasses.replace(settings.sampling, temperature=0.0)
-        )
+        greedy = dataclasses.replace(settings, temperature=0.0)
         specs = episode_specs(list(tasks.values()), 1, f"{step}.greedy/")
         played = run_episodes(specs, self.agent, self.pool, greedy)
         scored = score_episodes(played, self.reward, self.algorithm.on_reward_error)

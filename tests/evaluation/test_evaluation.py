@@ -14,7 +14,7 @@ from manus_jax import command, convert, evaluate
 from manus_jax.agentgym.processes import ServerProcess
 from manus_jax.agentgym.prompts import PROMPTS
 from manus_jax.agentgym.settings import open_environments
-from manus_jax.config.settings import ScratchSettings
+from manus_jax.config.settings import RolloutSettings, ScratchSettings
 from manus_jax.data.chat import ChatStream, Message
 from manus_jax.data.tasks import Task
 from manus_jax.evaluation.eval_sets import Panel, split_tasks
@@ -25,7 +25,6 @@ from manus_jax.models import loading as policy_source
 from manus_jax.models.huggingface import save_hf
 from manus_jax.models.transformer import Compute, Transformer, abstract_model
 from manus_jax.rollout.baseline_players import OraclePolicy
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import (
     FailedEpisode,
     Outcome,

@@ -6,13 +6,13 @@ from scripted_engine import spec_of
 from envs.registry import load
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.table import ENVIRONMENTS, environment
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.engines.cancellation import Cancellation
 from manus_jax.rollout.action_formats import FORMATS, format_for
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
 from manus_jax.rollout.player import NoAnswer, Part
 from manus_jax.rollout.prompts import Opening
 from manus_jax.rollout.runner import run_episodes
-from manus_jax.rollout.settings import RolloutSettings
 
 PARSED = [name for name, f in FORMATS.items() if "plain_line" in f.styles]
 

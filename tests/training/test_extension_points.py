@@ -133,7 +133,7 @@ def test_an_engine_is_made_by_name_and_closed_at_the_end(engines):
 def test_an_engine_that_is_not_there_lists_those_that_are():
     with pytest.raises(UserError, match=r"unknown engine 'loud' \(known: jax"):
         playing.check_engine(EngineSettings(name="loud"))
-    with pytest.raises(ConfigError, match="has 'volume', and the engine 'jax' has no options"):
+    with pytest.raises(ConfigError, match="has 'volume', but the engine 'jax' has no options"):
         playing.check_engine(EngineSettings(options={"volume": 1}))
 
 

@@ -45,6 +45,19 @@ def test_what_is_learned_may_not(tmp_path, old, new, named):
     assert (tmp_path / "run" / "config.gin").read_text() == CONFIG
 
 
+def test_a_setting_that_the_older_file_does_not_have_counts_as_its_default(tmp_path):
+    RunDirectory(tmp_path / "run", CONFIG)
+    RunDirectory(tmp_path / "run", CONFIG + "train.batch_size = 32\n")
+    with pytest.raises(RunDirectoryError, match=r"train\.val_tasks was 64 and is 5"):
+        RunDirectory(tmp_path / "run", CONFIG + "train.val_tasks = 5\n")
+
+
+def test_a_file_that_is_not_gin_is_refused(tmp_path):
+    (tmp_path / "config.gin").write_text("(SftSettings(run_dir='x'), None)")
+    with pytest.raises(RunDirectoryError, match="not a gin config"):
+        RunDirectory(tmp_path, CONFIG)
+
+
 def test_two_processes_do_not_write_to_one_run_and_a_killed_one_leaves_it_free(tmp_path):
     code = (
         "import sys, time; from manus_jax.training.run_directory import RunDirectory\n"
@@ -54,7 +67,7 @@ def test_two_processes_do_not_write_to_one_run_and_a_killed_one_leaves_it_free(t
         [sys.executable, "-c", code, tmp_path / "run"], stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        with pytest.raises(RunDirectoryError, match="another process is at work in "):
+        with pytest.raises(RunDirectoryError, match="another process is using "):
             RunDirectory(tmp_path / "run", CONFIG)
         other.kill()
     RunDirectory(tmp_path / "run", "")

@@ -63,7 +63,7 @@ def test_a_run_directory_that_cannot_be_made_or_is_anothers(tmp_path, capsys, mo
     capsys.readouterr()
     other = arguments(tmp_path / "run", "train.total_steps = 1", "train.group_size = 2")
     text = error_of(capsys, monkeypatch, *other)
-    assert "holds a run of another configuration: train.group_size was 4 and is 2" in text
+    assert "holds a run with other settings: train.group_size was 4 and is 2" in text
 
 
 def test_gradients_that_are_never_finite_end_the_run(tmp_path, capsys, monkeypatch):
