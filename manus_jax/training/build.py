@@ -178,7 +178,11 @@ def warm_start(config: TrainConfig, directory: RunDirectory) -> Path:
     fine_tuning = SftConfig(
         sft, data, config.model, config.scratch, optimizer, config.mesh, config.compute
     )
-    supervised.run(fine_tuning, config_text(fine_tuning, READS["sft"]))
+    # A path relative to the directory, so that a run directory can be moved.
+    written = dataclasses.replace(
+        fine_tuning, data=dataclasses.replace(data, train_files=(_TRACES,))
+    )
+    supervised.run(fine_tuning, config_text(written, READS["sft"]))
     return directory.warm_start / "export" / str(settings.steps) if alone else directory.warm_start
 
 
