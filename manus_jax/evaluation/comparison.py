@@ -23,7 +23,7 @@ from manus_jax.evaluation.play import EvaluationError, EvaluationResult, evaluat
 from manus_jax.models import loading as policy_source
 from manus_jax.models.architecture import ModelError
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
-from manus_jax.rollout.llm_player import EngineAgent, Voice
+from manus_jax.rollout.llm_player import ChatTokenizer, EngineAgent
 from manus_jax.rollout.player import Agent
 from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory
 from manus_jax.rollout.trajectory_files import write_trajectories
@@ -124,7 +124,7 @@ def contestant(name: str, config: EvaluateConfig, slots: int) -> Contestant:
             f"rollout.max_total_tokens = {length} is beyond the {positions} positions of {name}"
         )
     return Contestant(
-        name, Voice(source.tokenizer).check, lambda: _playing(source, config, slots, length)
+        name, ChatTokenizer(source.tokenizer).check, lambda: _playing(source, config, slots, length)
     )
 
 

@@ -1,4 +1,4 @@
-"""Reward functions applied to episodes."""
+"""Applies reward functions to episodes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory
 
 
 def score_episode(trajectory: Trajectory, settings: RewardSettings) -> Trajectory:
-    """The trajectory with its score; RewardError names the function and the episode."""
+    """The trajectory with its score; a RewardError names the function and the episode."""
     task = trajectory.task
     score = compute(
         settings,
@@ -30,7 +30,7 @@ def score_episode(trajectory: Trajectory, settings: RewardSettings) -> Trajector
 def score_episodes(
     outcomes: Sequence[Outcome], settings: RewardSettings, on_error: Literal["raise", "drop"]
 ) -> list[Outcome]:
-    """All outcomes, scored. "drop" makes an episode that cannot be scored a failed one."""
+    """All outcomes, scored; with "drop", an episode that cannot be scored becomes a failed one."""
     scored: list[Outcome] = []
     for outcome in outcomes:
         if isinstance(outcome, Trajectory):

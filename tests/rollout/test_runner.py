@@ -236,10 +236,10 @@ def test_episodes_that_do_not_end_are_left_behind_after_a_grace(
     stop, release = threading.Event(), threading.Event()
 
     class Stuck(RandomPolicy):
-        def player(self, part):
+        def player(self, context):
             stop.set()
             release.wait()
-            return super().player(part)
+            return super().player(context)
 
     try:
         outcomes = run_episodes([spec_of("textcraft_1")], Stuck(), narrow_pool, SETTINGS, stop=stop)
