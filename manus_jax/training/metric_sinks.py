@@ -71,6 +71,7 @@ def _wandb(project: str, directory: RunDirectory) -> Iterator[Sink]:
     kept = directory.path / "wandb_run_id"
     if not kept.exists():
         write_atomically(kept, uuid.uuid4().hex)
+    text = (directory.path / "config.gin").read_text()
     try:
         run = wandb.init(
             project=project,
@@ -78,7 +79,7 @@ def _wandb(project: str, directory: RunDirectory) -> Iterator[Sink]:
             resume="allow",
             name=directory.path.resolve().name,
             dir=str(directory.path),
-            config=read_bindings((directory.path / "config.gin").read_text()),
+            config={name: repr(value) for name, value in read_bindings(text).items()},
         )
     except wandb.Error as error:
         raise ConfigError(
