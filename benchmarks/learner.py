@@ -60,7 +60,7 @@ def our_step(case: str, remat: str) -> Any:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
-    from manus_jax.algorithms.recipes import get_recipe, policy_loss
+    from manus_jax.algorithms.recipes import RECIPES, policy_loss
     from manus_jax.data_proto import DataProto
     from manus_jax.learner import objectives
     from manus_jax.learner.learner import Learner, LearnerSpec
@@ -77,7 +77,7 @@ def our_step(case: str, remat: str) -> Any:
     optimizer = adamw(
         learning_rate(LEARNING_RATE, "constant", 0, 1, 0.0), 0.01, 0.9, 0.999, 1e-8, 1.0
     )
-    recipe = get_recipe("dapo")
+    recipe = RECIPES["dapo"]
     rows = 2
     data = trajectories(case)
     capacity = -(-len(data) // rows)

@@ -25,7 +25,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
-from manus_jax.algorithms.recipes import get_recipe, policy_loss
+from manus_jax.algorithms.recipes import RECIPES, policy_loss
 from manus_jax.learner import objectives
 from manus_jax.learner.learner import LearnerSpec
 from manus_jax.learner.mesh import make_mesh
@@ -62,7 +62,7 @@ LAYOUT = Layout(micro_batches=2, rows=8, length=512)
 
 def design(arch: Architecture, layout: Layout, mesh: jax.sharding.Mesh) -> LearnerSpec:
     """The update of GRPO in float32 with full remat, as training specifies it."""
-    recipe = get_recipe("grpo")
+    recipe = RECIPES["grpo"]
     kernel = AttentionKernel("plain", mesh)
     graphdef, shapes = abstract_model(Transformer, arch, Compute("float32", "full", kernel))
     rate = learning_rate(1e-6, "constant", 0, 1, 0.0)

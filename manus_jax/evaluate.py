@@ -3,27 +3,26 @@
 from rich.console import Console
 
 from manus_jax import command
-from manus_jax.config import binding as config
-from manus_jax.config.settings import EngineSettings, EnvSettings, EvaluateSettings, RolloutGroup
+from manus_jax.config.binding import argument_parser
+from manus_jax.config.commands import READS, read_evaluate_config
+from manus_jax.config.run_config import config_text
 from manus_jax.evaluation import comparison
 from manus_jax.evaluation.tables import comparison_table
+from manus_jax.training.build_rollout import refuse_unread_by_engine, unread_by_engine
 
 
 def main(arguments: list[str]) -> None:
-    parser = config.argument_parser("evaluate", "Plays a fixed set of tasks with policies.")
+    parser = argument_parser("evaluate", "Plays a fixed set of tasks with policies.")
     args = parser.parse_args(arguments)
-    config.parse(args.gin_file, args.gin_param)
-    classes: list[type] = [EvaluateSettings, EnvSettings, RolloutGroup, EngineSettings]
-    evaluate, env, rollout, engine = config.build(*classes)
-    config.refuse_unread(classes)
-    results = comparison.run(
-        comparison.EvaluateConfig(evaluate, env, rollout, engine), config.operative_config()
-    )
+    settings = read_evaluate_config(args.gin_file, args.gin_param)
+    refuse_unread_by_engine(settings.engine.name)
+    read = READS["evaluate"] - unread_by_engine(settings.engine.name)
+    results = comparison.run(settings, config_text(settings, read))
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)
-    console.print(comparison_table(results, evaluate.samples))
-    print(f"results                  {evaluate.out_dir}/evaluation.json")
+    console.print(comparison_table(results, settings.evaluate.samples))
+    print(f"results                  {settings.evaluate.out_dir}/evaluation.json")
     comparison.refuse_unplayed(results)
 
 

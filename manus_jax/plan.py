@@ -8,13 +8,13 @@ import jax
 
 from manus_jax import command
 from manus_jax.config import binding as config
+from manus_jax.config.commands import TrainConfig, read_train_config
 from manus_jax.models.architecture import Architecture
 from manus_jax.planning.architectures import find_architecture
 from manus_jax.planning.plans import make_plan
 from manus_jax.planning.search import nearest_that_fits
 from manus_jax.planning.tables import as_json, render
 from manus_jax.planning.topologies import find_topology, missing_compiler
-from manus_jax.training.learner_specs import TrainConfig, read_config
 
 
 def architecture_of(settings: TrainConfig, name: str | None) -> Architecture:
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures to OUT")
     args = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")
-    settings, _ = read_config(args.gin_file, args.gin_param)
+    settings = read_train_config(args.gin_file, args.gin_param)
     arch = architecture_of(settings, args.architecture)
     topology = find_topology(args.topology, args.slices)
     if not topology.compiles:

@@ -1,16 +1,20 @@
 """Named components: rewards, action formats, advantages, losses, engines and the like.
 
-Each kind of component has one `Registry`. A component is added with the registry's decorator and
-selected by its name in a gin binding.
+Each kind of component has one `Registry`: `REWARDS`, `FORMATS`, `ENVIRONMENTS`, `ADVANTAGES`,
+`POLICY_LOSSES`, `RECIPES`, `CORRECTIONS`, `ENGINES` and so on, next to the type of the component.
+A function is added with the decorator `@REGISTRY.register("name")`, an object that has a `name`
+with `REGISTRY.add(object)`. A gin binding selects it by name; iteration lists the names.
 """
 
+import contextlib
 import difflib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, ItemsView, Iterator, ValuesView
 from typing import Generic, TypeVar
 
 from manus_jax.errors import UserError
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 class RegistryError(UserError, ValueError):
@@ -20,34 +24,55 @@ class RegistryError(UserError, ValueError):
 class Registry(Generic[T]):
     """Components of one kind by name, in the order in which they were registered.
 
-    `kind` is what error messages call a component, e.g. "reward function"; `reserved` names cannot
-    be registered.
+    `kind` is what error messages call a component, e.g. "reward function". `reserved` names have a
+    meaning of their own where a component is selected, and cannot be registered.
     """
 
-    def __init__(self, kind: str, reserved: Collection[str] = ()) -> None:
+    def __init__(self, kind: str, reserved: tuple[str, ...] = ()) -> None:
         self.kind = kind
-        self._reserved = frozenset(reserved)
+        self._reserved = reserved
         self._items: dict[str, T] = {}
 
-    def register(self, name: str) -> Callable[[T], T]:
+    def register(self, name: str) -> Callable[[Item], Item]:
         """Decorator: adds the component under `name`. A name can be registered only once."""
 
-        def add(item: T) -> T:
+        def add(item: Item) -> Item:
             if name in self._items or name in self._reserved:
                 raise RegistryError(f"the {self.kind} {name!r} is already registered")
-            self._items[name] = item
+            self._items[name] = item  # type: ignore[assignment]  # keeps the function's own type
             return item
 
         return add
+
+    def add(self, item: T) -> T:
+        """Adds a component under its own `name`."""
+        return self.register(item.name)(item)  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Components that are added within the block are removed at its end."""
+        before = dict(self._items)
+        try:
+            yield
+        finally:
+            self._items = before
 
     def __getitem__(self, name: str) -> T:
         try:
             return self._items[name]
         except KeyError:
-            close = difflib.get_close_matches(str(name), self._items, n=1)
+            known = [*self._reserved, *self._items]
+            close = difflib.get_close_matches(str(name), known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            known = ", ".join(self._items)
-            raise RegistryError(f"unknown {self.kind} {name!r}{hint} (known: {known})") from None
+            raise RegistryError(
+                f"unknown {self.kind} {name!r}{hint} (known: {', '.join(known)})"
+            ) from None
+
+    def items(self) -> ItemsView[str, T]:
+        return self._items.items()
+
+    def values(self) -> ValuesView[T]:
+        return self._items.values()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._items)

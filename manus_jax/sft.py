@@ -3,44 +3,21 @@
 from pathlib import Path
 
 from manus_jax import command
-from manus_jax.config import binding as config
-from manus_jax.config.settings import (
-    ComputeSettings,
-    DataSettings,
-    DistributedSettings,
-    MeshSettings,
-    ModelSettings,
-    OptimizerSettings,
-    ScratchSettings,
-    SftSettings,
-)
+from manus_jax.config.binding import argument_parser
+from manus_jax.config.commands import READS, read_sft_config
+from manus_jax.config.run_config import config_text
 from manus_jax.training import supervised
 from manus_jax.training.job import joined
 from manus_jax.training.run_directory import disk_errors
 
 
 def main(arguments: list[str]) -> None:
-    parser = config.argument_parser("sft", "Fine-tunes a model on agent conversations.")
+    parser = argument_parser("sft", "Fine-tunes a model on agent conversations.")
     args = parser.parse_args(arguments)
-    config.parse(args.gin_file, args.gin_param)
-    classes: list[type] = [
-        SftSettings,
-        DataSettings,
-        ModelSettings,
-        OptimizerSettings,
-        MeshSettings,
-        ComputeSettings,
-        DistributedSettings,
-    ]
-    sft, data, model, optimizer, mesh, compute, distributed = config.build(*classes)
-    scratch = None
-    if model.path is None:
-        classes.append(ScratchSettings)
-        (scratch,) = config.build(ScratchSettings)
-    config.refuse_unread(classes)
-    settings = supervised.SftConfig(sft, data, model, scratch, optimizer, mesh, compute)
-    with joined(distributed) as job, disk_errors(Path(sft.run_dir)):
-        last = supervised.run(settings, config.operative_config(), job)
+    settings = read_sft_config(args.gin_file, args.gin_param)
+    sft = settings.sft
+    with joined(settings.distributed) as job, disk_errors(Path(sft.run_dir)):
+        last = supervised.run(settings, config_text(settings, READS["sft"]), job)
     if not job.primary:
         return
     for name in ("train/loss", "val/loss", "val/unigram_entropy"):

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from manus_jax.agentgym.table import environment
-from manus_jax.rewards import RewardSettings, compute
-from manus_jax.rewards.registry import _FUNCTIONS
+from manus_jax.rewards import REWARDS, RewardSettings, compute
 from manus_jax.rollout import action_formats as actions
 
 ROOT = Path(__file__).parents[1]
@@ -19,8 +18,8 @@ def example(word):
 
 
 def test_the_reward_example_can_be_chosen_and_scores():
-    try:
-        exec(example("register_reward"), {})
+    with REWARDS.restored():
+        exec(example("REWARDS.register"), {})
         score = compute(
             RewardSettings("short"),
             "episode",
@@ -36,19 +35,15 @@ def test_the_reward_example_can_be_chosen_and_scores():
         )
         assert score.total == pytest.approx(1.1)
         assert score.components == {"env": 1.0, "saved": pytest.approx(0.1)}
-    finally:
-        _FUNCTIONS.pop("short", None)
 
 
 def test_the_action_format_example_asks_and_parses():
-    try:
-        exec(example("register_format"), {})
+    with actions.FORMATS.restored():
+        exec(example("FORMATS.add"), {})
         bold = actions.format_for(environment("maze"), "bold")
         said = bold.render("The way up is free.", "move up")
         assert bold.parse(said, "line").action == "move up"
         assert not bold.parse("**move up** or **move down**", "line").valid
-    finally:
-        actions.FORMATS.pop("bold", None)
 
 
 def test_every_path_that_the_readme_names_exists():

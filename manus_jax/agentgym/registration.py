@@ -18,11 +18,9 @@ def register_environment(
     `spec` says where its EnvironmentSpec is, as "my_env:SPEC"; without one the environment can only
     be played on the servers of `env.urls`.
     """
-    if row.name in ENVIRONMENTS:
-        raise ValueError(f"the environment {row.name!r} is already registered")
     if spec is not None and not all(spec.partition(":")):
         raise ValueError(f"{row.name}: spec {spec!r} must have the form 'module:SPEC'")
-    ENVIRONMENTS[row.name] = row
+    ENVIRONMENTS.add(row)
     PROMPTS[row.name] = prompt
     if spec is not None:
         EMBEDDED[row.name] = spec

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from manus_jax.agentgym.rewards import RewardKind, RewardRule, any_reward
+from manus_jax.registry import Registry
 
 ActionStyle = Literal["line", "plain_line", "sql_block", "tool_call", "search_tags", "fenced"]
 """What a step sends, and who parses it.
@@ -186,13 +187,11 @@ _ROWS = (
 )
 # fmt: on
 
-ENVIRONMENTS: dict[str, EnvironmentRow] = {row.name: row for row in _ROWS}
+ENVIRONMENTS: Registry[EnvironmentRow] = Registry("environment")
+for _row in _ROWS:
+    ENVIRONMENTS.add(_row)
 
 
 def environment(name: str) -> EnvironmentRow:
-    """The row of an environment; ValueError for an unknown name."""
-    try:
-        return ENVIRONMENTS[name]
-    except KeyError:
-        known = ", ".join(sorted(ENVIRONMENTS))
-        raise ValueError(f"unknown environment {name!r}; there are {known}") from None
+    """The row of an environment; an unknown name is an error that lists the known ones."""
+    return ENVIRONMENTS[name]

@@ -6,6 +6,7 @@ padding or devices, so neither does the update. The functions accept NumPy array
 or JAX arrays, also under jit.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -13,7 +14,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+from manus_jax.registry import Registry
+
+Aggregation = Callable[[Any, Any, float | None, Any], tuple[Any, Any]]
+"""(sequence weights [N], lengths [N], norm_constant, numpy or jax.numpy) → the weight of each token
+of a sequence, [N], and the denominator of all weights."""
+
+AGGREGATIONS: Registry[Aggregation] = Registry("loss aggregation")
+
+
+@AGGREGATIONS.register("token-mean")
+def _token_mean(weights: Any, lengths: Any, norm: float | None, xp: Any) -> tuple[Any, Any]:
+    return weights, (weights * lengths).sum()
+
+
+@AGGREGATIONS.register("seq-mean-token-mean")
+def _seq_mean_token_mean(
+    weights: Any, lengths: Any, norm: float | None, xp: Any
+) -> tuple[Any, Any]:
+    return weights / xp.maximum(lengths, 1), weights.sum()
+
+
+@AGGREGATIONS.register("seq-mean-token-sum")
+def _seq_mean_token_sum(weights: Any, lengths: Any, norm: float | None, xp: Any) -> tuple[Any, Any]:
+    return weights, weights.sum()
+
+
+@AGGREGATIONS.register("seq-mean-token-sum-norm")
+def _seq_mean_token_sum_norm(
+    weights: Any, lengths: Any, norm: float | None, xp: Any
+) -> tuple[Any, Any]:
+    if norm is None or norm <= 0:
+        raise ValueError(
+            f"seq-mean-token-sum-norm divides by norm_constant, which must be above 0; got {norm}"
+        )
+    return weights / norm, weights.sum()
 
 
 def sequence_weights(
@@ -30,19 +65,13 @@ def sequence_weights(
 
     Args:
       lengths: agent tokens of each sequence, int [N].
-      mode: one of MODES.
+      mode: a name in AGGREGATIONS.
       norm_constant: the divisor of seq-mean-token-sum-norm, e.g. the maximum response length.
       row_weights: [N], 1 if None; 0 for padding rows.
 
     Returns:
       float32 [N]; all 0 if every sequence is ignored.
     """
-    if mode not in MODES:
-        raise ValueError(f"unknown loss aggregation {mode!r}; there are {', '.join(MODES)}")
-    if mode == "seq-mean-token-sum-norm" and (norm_constant is None or norm_constant <= 0):
-        raise ValueError(
-            f"{mode} divides by norm_constant, which must be above 0; got {norm_constant}"
-        )
     chex.assert_rank(lengths, 1)
     xp: Any = jnp if isinstance(lengths, jax.Array) else np
     counts = lengths > 0
@@ -50,15 +79,7 @@ def sequence_weights(
         row_weights = xp.ones(lengths.shape, xp.float32)
     chex.assert_equal_shape([lengths, row_weights])
     weights = xp.where(counts, row_weights, 0.0)
-
-    if mode == "token-mean":
-        denominator = (weights * lengths).sum()
-    else:
-        denominator = weights.sum()
-        if mode == "seq-mean-token-mean":
-            weights = weights / xp.maximum(lengths, 1)
-        elif mode == "seq-mean-token-sum-norm":
-            weights = weights / norm_constant
+    weights, denominator = AGGREGATIONS[mode](weights, lengths, norm_constant, xp)
     return (weights / xp.where(denominator > 0, denominator, 1.0)).astype(xp.float32)
 
 

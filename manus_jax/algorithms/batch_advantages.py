@@ -5,7 +5,7 @@ import numpy as np
 
 from manus_jax.algorithms import gigpo
 from manus_jax.algorithms.episode_tokens import EpisodeTokens
-from manus_jax.algorithms.kl import KLController, get_estimator, kl_in_reward, observed_kl
+from manus_jax.algorithms.kl import ESTIMATORS, KLController, kl_in_reward, observed_kl
 from manus_jax.algorithms.recipes import Recipe, compute_advantages
 from manus_jax.data_proto import DataProto
 
@@ -33,7 +33,7 @@ def add_advantages(
     rewards = column("token_level_rewards")
     metrics: dict[str, float] = {}
     if recipe.kl_placement == "reward":
-        estimate = get_estimator(recipe.kl_estimator)
+        estimate = ESTIMATORS[recipe.kl_estimator]
         kl_t = np.asarray(estimate(column("old_log_probs"), column("ref_log_probs")))
         rewards = np.asarray(kl_in_reward(rewards, kl_t, mask, kl.coef))
         seen = float(observed_kl(kl_t[:count], mask[:count]))

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from manus_jax.algorithms import kl, segments
+from manus_jax.registry import Registry
 
 LEVELS = ("token", "sequence", "geometric")
 ACTIONS = ("truncate", "mask", "reject")
@@ -46,21 +47,13 @@ class Correction:
             raise ValueError(f"need 0 <= low < high, got low={self.low}, high={self.high}")
 
 
-CORRECTIONS: dict[str, Correction] = {
-    "token_tis": Correction("token", "truncate", high=2.0),
-    "icepop": Correction("token", "mask", low=0.5, high=5.0),
-    "sequence_tis": Correction("sequence", "truncate", high=2.0),
-    "sequence_mis": Correction("sequence", "mask", low=0.5, high=2.0),
-    "geometric_tis": Correction("geometric", "truncate", high=2.0),
-    "geometric_rejection": Correction("geometric", "reject", low=0.99, high=1.01),
-}
-
-
-def get_correction(name: str) -> Correction:
-    """The correction called `name`."""
-    if name not in CORRECTIONS:
-        raise ValueError(f"unknown correction {name!r}; there are {', '.join(CORRECTIONS)}")
-    return CORRECTIONS[name]
+CORRECTIONS: Registry[Correction] = Registry("correction")
+CORRECTIONS.register("token_tis")(Correction("token", "truncate", high=2.0))
+CORRECTIONS.register("icepop")(Correction("token", "mask", low=0.5, high=5.0))
+CORRECTIONS.register("sequence_tis")(Correction("sequence", "truncate", high=2.0))
+CORRECTIONS.register("sequence_mis")(Correction("sequence", "mask", low=0.5, high=2.0))
+CORRECTIONS.register("geometric_tis")(Correction("geometric", "truncate", high=2.0))
+CORRECTIONS.register("geometric_rejection")(Correction("geometric", "reject", low=0.99, high=1.01))
 
 
 def importance_weights(

@@ -17,7 +17,12 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from manus_jax.registry import Registry
+
 Estimator = Callable[[chex.Array, chex.Array], jax.Array]
+
+
+ESTIMATORS: Registry[Estimator] = Registry("KL estimator")
 
 
 def _difference(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
@@ -26,21 +31,28 @@ def _difference(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
     return jnp.asarray(log_probs) - ref_log_probs
 
 
+@ESTIMATORS.register("kl")
+@ESTIMATORS.register("k1")
 def k1(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
     """d. Arguments and result have the same, arbitrary shape."""
     return _difference(log_probs, ref_log_probs)
 
 
+@ESTIMATORS.register("abs")
 def absolute(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
     """|d|. Arguments and result have the same, arbitrary shape."""
     return jnp.abs(_difference(log_probs, ref_log_probs))
 
 
+@ESTIMATORS.register("mse")
+@ESTIMATORS.register("k2")
 def k2(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
     """d² / 2. Arguments and result have the same, arbitrary shape."""
     return 0.5 * _difference(log_probs, ref_log_probs) ** 2
 
 
+@ESTIMATORS.register("low_var_kl")
+@ESTIMATORS.register("k3")
 def k3(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
     """exp(-d) - 1 + d, with d clamped to ±20 and the result to ±10.
 
@@ -50,6 +62,8 @@ def k3(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
     return jnp.clip(jnp.exp(-d) - 1.0 + d, -10.0, 10.0)
 
 
+@ESTIMATORS.register("low_var_kl+")
+@ESTIMATORS.register("k3+")
 def k3_value_k2_gradient(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
     """The value of k3 with the gradient of k2 (straight-through).
 
@@ -58,26 +72,6 @@ def k3_value_k2_gradient(log_probs: chex.Array, ref_log_probs: chex.Array) -> ja
     surrogate = k2(log_probs, ref_log_probs)
     value = jax.lax.stop_gradient(k3(log_probs, ref_log_probs) - surrogate)
     return value + surrogate
-
-
-ESTIMATORS: dict[str, Estimator] = {
-    "k1": k1,
-    "kl": k1,
-    "abs": absolute,
-    "k2": k2,
-    "mse": k2,
-    "k3": k3,
-    "low_var_kl": k3,
-    "k3+": k3_value_k2_gradient,
-    "low_var_kl+": k3_value_k2_gradient,
-}
-
-
-def get_estimator(name: str) -> Estimator:
-    """The estimator called `name`."""
-    if name not in ESTIMATORS:
-        raise ValueError(f"unknown KL estimator {name!r}; there are {', '.join(ESTIMATORS)}")
-    return ESTIMATORS[name]
 
 
 def kl_in_reward(

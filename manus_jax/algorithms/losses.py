@@ -204,5 +204,5 @@ def kl_loss(
     Returns:
       (loss_t, stats), of the same shape.
     """
-    kl_t = kl.get_estimator(estimator)(log_probs, ref_log_probs)
+    kl_t = kl.ESTIMATORS[estimator](log_probs, ref_log_probs)
     return coef * kl_t, {"kl_loss": kl_t}

@@ -1,30 +1,48 @@
-"""The algorithms by name, each a composition of parts. This is the one place to read them.
+"""Algorithms by name, each a composition of parts.
 
-A recipe names an advantage, a policy loss, an aggregation and corrections, with their settings.
-`compute_advantages` and `policy_loss` are all that the rest of the program calls, and neither knows
-one algorithm from another. To change a setting, `dataclasses.replace(get_recipe("grpo"), ...)`. To
-add an algorithm, `register_recipe(Recipe("mine", advantage=..., loss=...))`, after
-`register_advantage` or `register_policy_loss` on a function where the parts here do not do.
+A recipe names an advantage, a policy loss, an aggregation and corrections, with their settings. The
+rest of the program only calls `compute_advantages` and `policy_loss`, which do not distinguish
+between algorithms. To change a setting: `dataclasses.replace(RECIPES["grpo"], ...)`. To add an
+algorithm: `RECIPES.add(Recipe("mine", advantage=..., loss=...))`; new parts are functions decorated
+with `@ADVANTAGES.register("name")` or `@POLICY_LOSSES.register("name")` and, if they need more than
+the usual inputs, `@needs(...)`.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
 
 from manus_jax.algorithms import advantages, gigpo, kl, losses
-from manus_jax.algorithms.aggregation import MODES
+from manus_jax.algorithms.aggregation import AGGREGATIONS
 from manus_jax.algorithms.corrections import CORRECTIONS, Correction, importance_weights
+from manus_jax.registry import Registry
 
 KL_PLACEMENTS = ("none", "reward", "loss")
 
 
-def _check_known(what: str, name: str, names: Collection[str]) -> None:
-    if name not in names:
-        raise ValueError(f"unknown {what} {name!r}; there are {', '.join(names)}")
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def needs(*inputs: str) -> Callable[[F], F]:
+    """Decorator: declares the inputs that an advantage or a policy loss needs.
+
+    An advantage may need groups (several episodes of one task), values, greedy_scores and steps; a
+    policy loss segment_ids and any per-token field of the batch, which it finds in `tokens.fields`.
+    """
+
+    def declare(function: F) -> F:
+        function.needs = frozenset(inputs)  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+def _needs_of(function: Callable[..., object]) -> frozenset[str]:
+    return getattr(function, "needs", frozenset())
 
 
 @dataclass(frozen=True)
@@ -53,11 +71,11 @@ class Recipe:
     dynamic_sampling: bool = False  # replace groups whose outcomes are all equal
 
     def __post_init__(self) -> None:
-        _check_known("advantage", self.advantage, ADVANTAGES)
-        _check_known("policy loss", self.loss, POLICY_LOSSES)
-        _check_known("loss aggregation", self.aggregation, MODES)
-        _check_known("KL placement", self.kl_placement, KL_PLACEMENTS)
-        _check_known("KL estimator", self.kl_estimator, kl.ESTIMATORS)
+        ADVANTAGES[self.advantage], POLICY_LOSSES[self.loss]  # RegistryError for unknown names
+        AGGREGATIONS[self.aggregation], kl.ESTIMATORS[self.kl_estimator]
+        if self.kl_placement not in KL_PLACEMENTS:
+            known = ", ".join(KL_PLACEMENTS)
+            raise ValueError(f"unknown KL placement {self.kl_placement!r} (known: {known})")
         if (self.kl_placement == "none") != (self.kl_coef == 0.0):
             raise ValueError(
                 f"recipe {self.name!r}: kl_placement={self.kl_placement!r} does not go with "
@@ -68,20 +86,20 @@ class Recipe:
 
     @property
     def needs_critic(self) -> bool:
-        return "values" in ADVANTAGES[self.advantage].needs
+        return "values" in _needs_of(ADVANTAGES[self.advantage])
 
     @property
     def needs_greedy_baseline(self) -> bool:
-        return "greedy_scores" in ADVANTAGES[self.advantage].needs
+        return "greedy_scores" in _needs_of(ADVANTAGES[self.advantage])
 
     @property
     def needs_step_groups(self) -> bool:
-        return "steps" in ADVANTAGES[self.advantage].needs
+        return "steps" in _needs_of(ADVANTAGES[self.advantage])
 
     @property
     def needs_groups(self) -> bool:
         """Whether it compares several episodes of one task."""
-        return "groups" in ADVANTAGES[self.advantage].needs
+        return "groups" in _needs_of(ADVANTAGES[self.advantage])
 
     @property
     def needs_reference(self) -> bool:
@@ -95,7 +113,7 @@ class Recipe:
             "old_log_probs": True,
             "advantages": True,
             "mask": True,
-            "segment_ids": sequence_level or "segment_ids" in POLICY_LOSSES[self.loss].needs,
+            "segment_ids": sequence_level or "segment_ids" in _needs_of(POLICY_LOSSES[self.loss]),
             "sampler_log_probs": bool(self.corrections),
             "ref_log_probs": self.kl_placement == "loss",
             "entropy": self.entropy_coef != 0.0,
@@ -105,7 +123,7 @@ class Recipe:
     @property
     def extra_fields(self) -> tuple[str, ...]:
         """The per-token fields of the samples that its policy loss wants beyond the usual ones."""
-        return tuple(sorted(POLICY_LOSSES[self.loss].needs - {"segment_ids"}))
+        return tuple(sorted(_needs_of(POLICY_LOSSES[self.loss]) - {"segment_ids"}))
 
 
 class Episodes(NamedTuple):
@@ -126,66 +144,55 @@ AdvantagesAndReturns = tuple[jax.Array, jax.Array | None]
 AdvantageFn = Callable[[Recipe, Episodes], AdvantagesAndReturns]
 
 
-class Advantage(NamedTuple):
-    fn: AdvantageFn
-    needs: frozenset[str]
+ADVANTAGES: Registry[AdvantageFn] = Registry("advantage")
 
 
-ADVANTAGES: dict[str, Advantage] = {}
-
-
-def register_advantage(name: str, *needs: str) -> Callable[[AdvantageFn], AdvantageFn]:
-    """Decorator: makes `fn(recipe, episodes)` an advantage by name.
-
-    needs: any of groups (several episodes of one task), values, greedy_scores, steps.
-    """
-
-    def register(fn: AdvantageFn) -> AdvantageFn:
-        ADVANTAGES[name] = Advantage(fn, frozenset(needs))
-        return fn
-
-    return register
-
-
-@register_advantage("gae", "values")
+@ADVANTAGES.register("gae")
+@needs("values")
 def _gae(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
     over_rows = jax.vmap(advantages.gae, (0, 0, 0, None, None))
     return over_rows(e.token_rewards, e.values, e.mask, recipe.gamma, recipe.lam)
 
 
-@register_advantage("rewards_to_go")
+@ADVANTAGES.register("rewards_to_go")
 def _rewards_to_go(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
     over_rows = jax.vmap(advantages.rewards_to_go, (0, 0, None))
     return over_rows(e.token_rewards, e.mask, recipe.gamma), None
 
 
-@register_advantage("remax", "greedy_scores")
+@ADVANTAGES.register("remax")
+@needs("greedy_scores")
 def _remax(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
     to_go, _ = _rewards_to_go(recipe, e)
     return advantages.remax(to_go, e.greedy_scores), None
 
 
-@register_advantage("grpo", "groups")
+@ADVANTAGES.register("grpo")
+@needs("groups")
 def _grpo(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
     return advantages.grpo(e.scores, e.group_ids, e.valid, recipe.normalize_by_std), None
 
 
-@register_advantage("grpo_passk", "groups")
+@ADVANTAGES.register("grpo_passk")
+@needs("groups")
 def _grpo_passk(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
     return advantages.grpo_passk(e.scores, e.group_ids, e.valid, recipe.normalize_by_std), None
 
 
-@register_advantage("rloo", "groups")
+@ADVANTAGES.register("rloo")
+@needs("groups")
 def _rloo(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
     return advantages.rloo(e.scores, e.group_ids, e.valid), None
 
 
-@register_advantage("reinforce_pp_baseline", "groups")
+@ADVANTAGES.register("reinforce_pp_baseline")
+@needs("groups")
 def _reinforce_pp_baseline(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
     return advantages.reinforce_pp_baseline(e.scores, e.group_ids, e.valid, e.mask), None
 
 
-@register_advantage("gigpo", "groups", "steps")
+@ADVANTAGES.register("gigpo")
+@needs("groups", "steps")
 def _gigpo(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
     assert e.steps is not None
     settings = (recipe.gamma, recipe.step_weight, recipe.normalize_by_std)
@@ -221,7 +228,9 @@ def compute_advantages(
     """
     advantage = ADVANTAGES[recipe.advantage]
     given = {"values": values, "greedy_scores": greedy_scores, "steps": steps}
-    missing = [name for name, value in given.items() if value is None and name in advantage.needs]
+    missing = [
+        name for name, value in given.items() if value is None and name in _needs_of(advantage)
+    ]
     if missing:
         raise ValueError(f"recipe {recipe.name!r} needs {', '.join(missing)}; got None")
     chex.assert_rank([token_rewards, mask, group_ids, valid], [2, 2, 1, 1])
@@ -242,7 +251,7 @@ def compute_advantages(
         greedy_scores=greedy_scores,
         steps=steps,
     )
-    adv, returns = advantage.fn(recipe, episodes)
+    adv, returns = advantage(recipe, episodes)
     adv = jnp.broadcast_to(adv[:, None], mask.shape) if adv.ndim == 1 else adv
     return advantages.whiten(adv, mask) if recipe.whiten else jnp.where(mask, adv, 0.0), returns
 
@@ -262,46 +271,28 @@ class Tokens(NamedTuple):
 PolicyLossFn = Callable[[Recipe, Tokens], losses.LossAndStats]
 
 
-class PolicyLoss(NamedTuple):
-    fn: PolicyLossFn
-    needs: frozenset[str]
+POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss")
 
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {}
-
-
-def register_policy_loss(name: str, *needs: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator: makes `fn(recipe, tokens)` a policy loss by name.
-
-    needs: segment_ids, and any per-token fields of the samples (see rollout/samples.py), which it
-      then finds in `tokens.fields`.
-    """
-
-    def register(fn: PolicyLossFn) -> PolicyLossFn:
-        POLICY_LOSSES[name] = PolicyLoss(fn, frozenset(needs))
-        return fn
-
-    return register
-
-
-@register_policy_loss("ppo_clip")
+@POLICY_LOSSES.register("ppo_clip")
 def _ppo_clip(r: Recipe, t: Tokens) -> losses.LossAndStats:
     return losses.ppo_clip(
         t.log_probs, t.old_log_probs, t.advantages, r.clip_low, r.clip_high, r.dual_clip
     )
 
 
-@register_policy_loss("gspo", "segment_ids")
+@POLICY_LOSSES.register("gspo")
+@needs("segment_ids")
 def _gspo(r: Recipe, t: Tokens) -> losses.LossAndStats:
     return losses.gspo(*t[:6], r.clip_low, r.clip_high)
 
 
-@register_policy_loss("cispo")
+@POLICY_LOSSES.register("cispo")
 def _cispo(r: Recipe, t: Tokens) -> losses.LossAndStats:
     return losses.cispo(t.log_probs, t.old_log_probs, t.advantages, r.clip_low, r.clip_high)
 
 
-@register_policy_loss("reinforce")
+@POLICY_LOSSES.register("reinforce")
 def _reinforce(r: Recipe, t: Tokens) -> losses.LossAndStats:
     return losses.reinforce(t.log_probs, t.old_log_probs, t.advantages)
 
@@ -343,7 +334,7 @@ def policy_loss(
             num_segments=num_segments or log_probs.shape[1] + 1,
             fields={name: on_mask(fields[name]) for name in recipe.extra_fields},
         )
-        loss_t, stats = POLICY_LOSSES[recipe.loss].fn(recipe, t)
+        loss_t, stats = POLICY_LOSSES[recipe.loss](recipe, t)
         for correction in recipe.corrections:
             sampler_log_probs = on_mask(fields["sampler_log_probs"])
             weights, changed = importance_weights(
@@ -367,23 +358,7 @@ def policy_loss(
     return loss_fn
 
 
-RECIPES: dict[str, Recipe] = {}
-
-
-def register_recipe(recipe: Recipe) -> Recipe:
-    """Makes the recipe known by its name."""
-    if recipe.name in RECIPES:
-        raise ValueError(
-            f"there is a recipe {recipe.name!r} already; give the new one its own name"
-        )
-    RECIPES[recipe.name] = recipe
-    return recipe
-
-
-def get_recipe(name: str) -> Recipe:
-    """The recipe called `name`."""
-    _check_known("recipe", name, RECIPES)
-    return RECIPES[name]
+RECIPES: Registry[Recipe] = Registry("recipe")
 
 
 def _with_kl(placement: str, coef: float, estimator: str, recipe: Recipe) -> Recipe:
@@ -418,4 +393,4 @@ for _recipe in (
     _with_kl("loss", 0.01, "k3", Recipe("gigpo", "gigpo", gamma=0.95, normalize_by_std=False)),
     _with_kl("loss", 0.001, "k3", Recipe("grpo_passk", "grpo_passk")),
 ):
-    register_recipe(_recipe)
+    RECIPES.add(_recipe)

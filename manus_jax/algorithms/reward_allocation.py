@@ -12,6 +12,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from manus_jax.registry import Registry
+
 
 def _check(mask_t: chex.Array, turn_ids_t: chex.Array) -> tuple[jax.Array, jax.Array]:
     chex.assert_rank([mask_t, turn_ids_t], 1)
@@ -113,15 +115,20 @@ def per_turn(
 
 Allocation = Callable[[chex.Array, chex.Array, chex.Array, chex.Array, float], jax.Array]
 
-# All have the signature (mask_t, turn_ids_t, episode_reward, step_rewards, gamma).
-ALLOCATIONS: dict[str, Allocation] = {
-    "last_token": lambda mask, turns, total, steps, gamma: last_token(mask, turns, total),
-    "uniform_positive": lambda mask, turns, total, steps, gamma: uniform_positive(
-        mask, turns, total
-    ),
-    "discounted": lambda mask, turns, total, steps, gamma: discounted(mask, turns, total, gamma),
-    "per_turn": lambda mask, turns, total, steps, gamma: per_turn(mask, turns, total, steps),
-}
+# Each under one signature: (mask_t, turn_ids_t, episode_reward, step_rewards, gamma).
+ALLOCATIONS: Registry[Allocation] = Registry("reward allocation")
+ALLOCATIONS.register("last_token")(
+    lambda mask, turns, total, steps, gamma: last_token(mask, turns, total)
+)
+ALLOCATIONS.register("uniform_positive")(
+    lambda mask, turns, total, steps, gamma: uniform_positive(mask, turns, total)
+)
+ALLOCATIONS.register("discounted")(
+    lambda mask, turns, total, steps, gamma: discounted(mask, turns, total, gamma)
+)
+ALLOCATIONS.register("per_turn")(
+    lambda mask, turns, total, steps, gamma: per_turn(mask, turns, total, steps)
+)
 
 
 def allocate(
@@ -145,10 +152,8 @@ def allocate(
     Returns:
       [B, T].
     """
-    if name not in ALLOCATIONS:
-        raise ValueError(f"unknown reward allocation {name!r}; there are {', '.join(ALLOCATIONS)}")
-    chex.assert_rank([mask, turn_ids, episode_rewards, step_rewards], [2, 2, 1, 2])
     allocation = ALLOCATIONS[name]
+    chex.assert_rank([mask, turn_ids, episode_rewards, step_rewards], [2, 2, 1, 2])
     return jax.vmap(allocation, (0, 0, 0, 0, None))(
         mask, turn_ids, episode_rewards, step_rewards, gamma
     )

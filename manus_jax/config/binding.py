@@ -1,18 +1,20 @@
-"""gin bindings into frozen, validated dataclasses, with every error found before any work starts.
+"""gin bindings as frozen, validated dataclasses.
 
-A command names the settings it reads; `load` parses the files and `--gin_param`s, builds those
-dataclasses, and refuses what gin itself lets pass: values of the wrong type, bindings for settings
-that this command never reads, macros nobody refers to. What was read is the operative config.
+`@settings("name")` makes a class one group of bindings. `parse` reads the gin files and
+`--gin_param`s, `build` makes the dataclasses, and errors that gin does not report are found before
+any work starts: values of the wrong type or out of range, bindings that the command does not read
+(`config.commands`), and unused macros.
 """
 
 import argparse
 import dataclasses
 import difflib
 import io
+import operator
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -22,46 +24,85 @@ from manus_jax.errors import UserError
 
 T = TypeVar("T")
 _REGISTRY: dict[str, Any] = {}
+_BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
+    "at least": operator.ge,
+    "above": operator.gt,
+    "at most": operator.le,
+    "below": operator.lt,
+}
 _INCLUDE = re.compile(r"""include\s+(["'])(?P<path>.+)\1\s*(#.*)?""")
 
 
 class ConfigError(UserError, ValueError):
-    """A wrong configuration, in one line that says what to do."""
+    """A wrong configuration; the message is one line that says what to do."""
 
 
-@typing.dataclass_transform(frozen_default=True)
-def settings(name: str) -> Any:
-    """Makes a class a frozen dataclass whose fields are the gin bindings `name.field`."""
+def setting(
+    *,
+    default: Any = dataclasses.MISSING,
+    factory: Any = dataclasses.MISSING,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    may_change: bool = False,
+) -> Any:
+    """A field of a settings class, with the range of its values (None is in every range).
+
+    `may_change`: the value may differ when a run is resumed, because it does not affect what is
+    learned.
+    """
+    bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
+    metadata = {
+        "may_change": may_change,
+        "bounds": {text: bound for text, bound in bounds.items() if bound is not None},
+    }
+    if factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@typing.dataclass_transform(frozen_default=True, field_specifiers=(setting, dataclasses.field))
+def settings(name: str, may_change: bool = False) -> Any:
+    """Makes a class a frozen dataclass whose fields are the gin bindings `name.field`.
+
+    `may_change`: all of its values may differ when a run is resumed.
+    """
 
     def register(cls: type[T]) -> type[T]:
         original = cls.__dict__.get("__post_init__")
 
         def post_init(self: Any) -> None:
-            _check_types(name, self)
+            _check_values(name, self)
             if original is not None:
                 original(self)
 
         cls.__post_init__ = post_init  # type: ignore[attr-defined]
         frozen = dataclasses.dataclass(frozen=True)(cls)
         frozen.gin_name = name  # type: ignore[attr-defined]
+        frozen.may_change = may_change  # type: ignore[attr-defined]
         _REGISTRY[name] = gin.external_configurable(frozen, name=name)
         return frozen
 
     return register
 
 
-def _check_types(name: str, value: Any) -> None:
-    hints = typing.get_type_hints(type(value))
-    for field in dataclasses.fields(value):
-        given = getattr(value, field.name)
-        if isinstance(given, list):
-            given = tuple(given)
-            object.__setattr__(value, field.name, given)
+def _check_values(name: str, group: Any) -> None:
+    """Converts lists to tuples and whole numbers to floats; raises for wrong types and ranges."""
+    hints = typing.get_type_hints(type(group))
+    for field in dataclasses.fields(group):
+        value = getattr(group, field.name)
+        if isinstance(value, list):
+            value = tuple(value)
         hint = hints[field.name]
-        if hint is float and isinstance(given, int) and not isinstance(given, bool):
-            object.__setattr__(value, field.name, float(given))
-        elif not _matches(given, hint):
-            raise ConfigError(f"{name}.{field.name} = {given!r} is not {_describe(hint)}")
+        if hint is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not _matches(value, hint):
+            raise ConfigError(f"{name}.{field.name} = {value!r} is not {_describe(hint)}")
+        object.__setattr__(group, field.name, value)
+        for text, bound in field.metadata.get("bounds", {}).items():
+            if value is not None and not _BOUNDS[text](value, bound):
+                raise ConfigError(f"{name}.{field.name} = {value!r} must be {text} {bound}")
 
 
 def _matches(value: Any, hint: Any) -> bool:
@@ -97,7 +138,7 @@ def _describe(hint: Any) -> str:
 
 
 def argument_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """The flags that every configured command takes."""
+    """A parser with the flags of every configured command."""
     parser = argparse.ArgumentParser(prog=f"python -m manus_jax.{command}", description=description)
     parser.add_argument(
         "--gin_file", action="append", default=[], metavar="FILE", help="may be given several times"
@@ -115,7 +156,7 @@ def argument_parser(command: str, description: str) -> argparse.ArgumentParser:
 def parse(files: Sequence[str], params: Sequence[str]) -> None:
     """Reads gin files and bindings, in this order; errors are one line.
 
-    An `include "base.gin"` is looked for beside the file that says so.
+    The path of an `include "base.gin"` is relative to the including file.
     """
     gin.clear_config()
     missing = [f for f in files if not Path(f).is_file()]
@@ -123,7 +164,9 @@ def parse(files: Sequence[str], params: Sequence[str]) -> None:
         raise ConfigError(f"gin file {missing[0]} does not exist")
     bad = [p for p in params if "=" not in p]
     if bad:
-        raise ConfigError(f"--gin_param {bad[0]!r} is no binding; write it as 'name.field = value'")
+        raise ConfigError(
+            f"--gin_param {bad[0]!r} is not a binding; write it as 'name.field = value'"
+        )
     try:
         for file in files:
             _parse_file(Path(file))
@@ -135,7 +178,7 @@ def parse(files: Sequence[str], params: Sequence[str]) -> None:
 
 
 class _Lines(io.StringIO):
-    """Lines of a file that gin reads and, in its errors, calls by the file's name."""
+    """Lines of a file, with the name that gin shows in its errors."""
 
     def __init__(self, name: str, text: str) -> None:
         super().__init__(text)
@@ -143,7 +186,7 @@ class _Lines(io.StringIO):
 
 
 def _parse_file(path: Path, inside: tuple[Path, ...] = ()) -> None:
-    # gin looks for included files from the current directory on, wherever the including one is.
+    # gin itself resolves includes relative to the current directory.
     if path.resolve() in inside:
         raise ConfigError(f"gin file {path} includes itself")
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -198,22 +241,62 @@ def build(*classes: type) -> tuple[Any, ...]:
     return tuple(built)
 
 
-def refuse_unread(read: Sequence[type]) -> None:
-    """Raises when a binding or a macro was given that nothing reads."""
-    names = {cls.gin_name for cls in read}  # type: ignore[attr-defined]
-    for name in sorted(set(_REGISTRY) - names):
-        bound = gin.get_bindings(name, resolve_references=False)
-        if bound:
-            raise ConfigError(
-                f"{name}.{next(iter(bound))} is set, and nothing in this command reads it; "
-                f"it reads {', '.join(sorted(names))}"
-            )
+def setting_names(*names: str) -> frozenset[str]:
+    """The settings `group.field` of the named groups; names of single settings stay as they are."""
+    found: set[str] = set()
+    for name in names:
+        if "." in name:
+            found.add(name)
+        else:
+            found |= {f"{name}.{field.name}" for field in dataclasses.fields(_REGISTRY[name])}
+    return frozenset(found)
+
+
+def find_field(name: str) -> "dataclasses.Field[Any] | None":
+    """The dataclass field of a setting `group.field`; None if there is no such setting."""
+    group, _, field = name.partition(".")
+    fields = dataclasses.fields(_REGISTRY[group]) if group in _REGISTRY else ()
+    return next((f for f in fields if f.name == field), None)
+
+
+def may_change(name: str) -> bool:
+    """Whether the setting `group.field` may differ when a run is resumed."""
+    field = find_field(name)
+    if field is None:
+        return False
+    group = _REGISTRY[name.partition(".")[0]]
+    return group.may_change or field.metadata.get("may_change", False)
+
+
+def bound_settings() -> list[str]:
+    """The settings `group.field` that the parsed files and parameters bind."""
+    return [
+        f"{group}.{field}"
+        for group in sorted(_REGISTRY)
+        for field in gin.get_bindings(group, resolve_references=False)
+    ]
+
+
+def refuse_unread(
+    reader: str, unread: Callable[[str], bool], readers: Mapping[str, Collection[str]]
+) -> None:
+    """Raises if a setting is bound that `reader` does not read; the error names the `readers`."""
+    for name in filter(unread, bound_settings()):
+        others = ", ".join(who for who, read in readers.items() if name in read)
+        raise ConfigError(
+            f"{name} is set, but {reader} does not read it; it is read by {others or 'nothing'}"
+        )
+
+
+def refuse_unused_macros() -> None:
+    """Raises for a macro that no binding refers to."""
     text = gin.config_str(max_line_length=10_000)
     for macro in re.findall(r"^([A-Za-z_]\w*) = ", text, flags=re.MULTILINE):
         if not re.search(rf"%{macro}\b", text):
             raise ConfigError(f"macro {macro} is set, and no binding refers to it (%{macro})")
 
 
-def operative_config() -> str:
-    """What was read, with defaults filled in: a gin file that gives the same run again."""
-    return gin.operative_config_str(max_line_length=100)
+def import_lines() -> list[str]:
+    """The `import` statements of the parsed files."""
+    lines = gin.config_str(max_line_length=10_000).splitlines()
+    return [line for line in lines if line.startswith(("import ", "from "))]

@@ -16,34 +16,25 @@ from typing import Any
 
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.config.binding import ConfigError
-from manus_jax.config.settings import EngineSettings, EnvSettings, EvaluateSettings, RolloutGroup
+from manus_jax.config.commands import EvaluateConfig
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.evaluation.eval_sets import EvalSet, make_eval_set
 from manus_jax.evaluation.play import EvaluationError, EvaluationResult, evaluate_policy
 from manus_jax.files import write_atomically
 from manus_jax.models import loading as policy_source
 from manus_jax.models.architecture import ModelError
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
-from manus_jax.rollout.llm_player import EngineAgent, Voice
+from manus_jax.rollout.llm_player import ChatTokenizer, EngineAgent
 from manus_jax.rollout.player import Agent
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory
 from manus_jax.rollout.trajectory_files import write_trajectories
 from manus_jax.training.build_rollout import (
     check_engine,
     check_play,
-    make_rollout,
     open_engine,
     open_servers,
 )
 from manus_jax.training.progress import ProgressLine
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluateConfig:
-    evaluate: EvaluateSettings
-    env: EnvSettings
-    rollout: RolloutGroup
-    engine: EngineSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +53,7 @@ class Candidate:
 def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationResult]:
     """Plays the evaluation set with every policy; writes evaluation.json and trajectories/."""
     evaluate, env = config.evaluate, config.env
-    rollout = make_rollout(config.rollout, evaluate.seed)
+    rollout = config.rollout
     check_play(env, rollout)
     check_engine(config.engine)
     eval_set = make_eval_set(
@@ -135,7 +126,9 @@ def make_candidate(name: str, config: EvaluateConfig, slots: int) -> Candidate:
             f"rollout.max_total_tokens = {length} exceeds the {positions} positions of {name}"
         )
     return Candidate(
-        name, Voice(source.tokenizer).check, lambda: _open_model(source, config, slots, length)
+        name,
+        ChatTokenizer(source.tokenizer).check,
+        lambda: _open_model(source, config, slots, length),
     )
 
 
@@ -146,7 +139,7 @@ def _open_model(
     """Runs a model in its own engine, which is closed on exit."""
     settings = dataclasses.replace(config.engine, slots=slots)
     with open_engine(source, source.load(None), settings, length) as engine:
-        yield EngineAgent(engine, source.tokenizer)
+        yield EngineAgent(engine, source.tokenizer, config.evaluate.seed)
 
 
 def _play(

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manus_jax.agentgym.pool import EnvironmentPool
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.errors import UserError
 from manus_jax.evaluation.eval_sets import EvalSet
 from manus_jax.evaluation.statistics import Estimate, average, ks_up_to, pass_at_k, share
 from manus_jax.rollout.player import Agent
 from manus_jax.rollout.runner import OnDone, run_episodes
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory, trajectories
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from manus_jax.config.binding import ConfigError
+from manus_jax.config.commands import TrainConfig
 from manus_jax.learner.learner import LearnerSpec
 from manus_jax.learner.mesh import make_mesh
 from manus_jax.models.architecture import Architecture
@@ -30,7 +31,7 @@ from manus_jax.planning.compiling import (
 )
 from manus_jax.planning.estimates import Workload
 from manus_jax.planning.topologies import Topology
-from manus_jax.training.learner_specs import TrainConfig, critic_spec, make_recipe, policy_spec
+from manus_jax.training.learner_specs import critic_spec, make_recipe, policy_spec
 
 # Assumed shares of peak FLOP/s and of link bandwidth.
 FLOPS_UTILISATION, LINK_UTILISATION = 0.7, 0.8

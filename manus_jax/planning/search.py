@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from manus_jax.config.binding import ConfigError
+from manus_jax.config.commands import TrainConfig
 from manus_jax.learner.mesh import MeshError, batch_shards
 from manus_jax.models.architecture import Architecture, ModelError
 from manus_jax.models.transformer import REMAT_POLICIES
@@ -25,7 +26,7 @@ from manus_jax.planning.plans import (
     workload_of,
 )
 from manus_jax.planning.topologies import Topology
-from manus_jax.training.learner_specs import TrainConfig, make_recipe, policy_spec
+from manus_jax.training.learner_specs import make_recipe, policy_spec
 
 _MAX_PLANS = 4
 _FREE = 0.04  # share of the memory that a candidate's estimate must leave free

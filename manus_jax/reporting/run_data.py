@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from manus_jax.config.run_config import read_bindings
 from manus_jax.errors import UserError
-from manus_jax.training.run_directory import gin_bindings
 
 
 class ReportError(UserError, ValueError):
@@ -29,7 +29,7 @@ class RunData:
 
     @property
     def bindings(self) -> dict[str, str]:
-        return gin_bindings(self.config)
+        return {name: repr(value) for name, value in read_bindings(self.config).items()}
 
 
 def read_run(path: Path) -> RunData:

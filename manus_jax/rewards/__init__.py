@@ -1,7 +1,7 @@
-"""Reward functions by name; importing the package registers the built-in ones.
+"""Reward functions by name. Importing the package registers the built-in ones.
 
-To add one, decorate a function with `@register_reward("name")`, in this package or in a module that
-the configuration imports.
+A new one is a function decorated with `@REWARDS.register("name")`, in a module of this package or
+in one of yours that the configuration imports.
 """
 
 from manus_jax.rewards import (
@@ -14,30 +14,28 @@ from manus_jax.rewards import (
 )
 from manus_jax.rewards.registry import (
     FACTS,
+    REWARDS,
     EpisodeTurn,
     RewardError,
     RewardSettings,
     Score,
+    check_parameters,
     compute,
-    register_reward,
-    reward_function,
-    reward_names,
 )
 
 __all__ = [
     "FACTS",
+    "REWARDS",
     "EpisodeTurn",
     "RewardError",
     "RewardSettings",
     "Score",
     "answers",
+    "check_parameters",
     "composite",
     "compute",
     "environment",
     "form",
     "length",
     "reference_actions",
-    "register_reward",
-    "reward_function",
-    "reward_names",
 ]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manus_jax.rewards.blocks import tagged_blocks
-from manus_jax.rewards.registry import EpisodeTurn, register_reward
+from manus_jax.rewards.registry import REWARDS, EpisodeTurn
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -45,7 +45,7 @@ def given_answer(solution_str: str, turns: Sequence[EpisodeTurn], tag: str | Non
     return blocks[-1].content if blocks else None
 
 
-@register_reward("exact_match")
+@REWARDS.register("exact_match")
 def exact_match(
     solution_str: str,
     ground_truth: Any,
@@ -71,7 +71,7 @@ def exact_match(
     return 1.0 if matches else format_score
 
 
-@register_reward("f1")
+@REWARDS.register("f1")
 def f1(
     solution_str: str,
     ground_truth: Any,
@@ -94,7 +94,7 @@ def _f1(predicted: str, correct: str) -> float:
     return 2 * common / (len(ours) + len(theirs))
 
 
-@register_reward("bleu")
+@REWARDS.register("bleu")
 def bleu(
     solution_str: str,
     ground_truth: Any,

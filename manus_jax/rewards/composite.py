@@ -11,12 +11,13 @@ from manus_jax.rewards.form import tag_format
 from manus_jax.rewards.length import thought_length
 from manus_jax.rewards.reference_actions import action_similarity
 from manus_jax.rewards.registry import (
+    REWARDS,
     EpisodeTurn,
     RewardError,
     RewardSettings,
     Score,
+    check_parameters,
     compute,
-    register_reward,
 )
 
 
@@ -28,7 +29,8 @@ def _check_parts(given: Mapping[str, Any]) -> None:
         RewardSettings(name, constants.get(name, {}))
 
 
-@register_reward("weighted", check=_check_parts)
+@REWARDS.register("weighted")
+@check_parameters(_check_parts)
 def weighted(
     solution_str: str,
     ground_truth: Any,
@@ -56,7 +58,7 @@ def weighted(
     return Score(sum(parts.values()), parts, None if shares is None else tuple(shares))
 
 
-@register_reward("agentgym")
+@REWARDS.register("agentgym")
 def agentgym(
     solution_str: str,
     ground_truth: Any,

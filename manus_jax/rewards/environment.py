@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from manus_jax.rewards.registry import EpisodeTurn, Score, register_reward
+from manus_jax.rewards.registry import REWARDS, EpisodeTurn, Score
 
 
-@register_reward("env")
+@REWARDS.register("env")
 def env(
     solution_str: str,
     ground_truth: Any,
@@ -27,7 +27,7 @@ def env(
     return Score(total, {"env": total}, tuple(scale * turn.reward for turn in turns))
 
 
-@register_reward("goal")
+@REWARDS.register("goal")
 def goal(
     solution_str: str,
     ground_truth: Any,

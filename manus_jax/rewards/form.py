@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from manus_jax.rewards.blocks import tagged_blocks
-from manus_jax.rewards.registry import EpisodeTurn, Score, register_reward
+from manus_jax.rewards.registry import REWARDS, EpisodeTurn, Score
 
 TAGS = ("think", "memory", "plan", "act")
 FULL_ORDER = ("think", "memory", "plan", "think", "act")
@@ -18,7 +18,7 @@ def _in_order(wanted: Sequence[str], found: Sequence[str]) -> bool:
     return all(tag in rest for tag in wanted)
 
 
-@register_reward("format")
+@REWARDS.register("format")
 def tag_format(
     solution_str: str,
     ground_truth: Any,
@@ -48,7 +48,7 @@ def tag_format(
     return minimum
 
 
-@register_reward("valid_actions")
+@REWARDS.register("valid_actions")
 def valid_actions(
     solution_str: str, ground_truth: Any, *, turns: Sequence[EpisodeTurn], **facts: Any
 ) -> Score:
@@ -57,7 +57,7 @@ def valid_actions(
     return Score(sum(shares), {}, shares)
 
 
-@register_reward("pattern")
+@REWARDS.register("pattern")
 def pattern(
     solution_str: str,
     ground_truth: Any,

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from manus_jax.rewards.blocks import tagged_blocks
-from manus_jax.rewards.registry import EpisodeTurn, register_reward
+from manus_jax.rewards.registry import REWARDS, EpisodeTurn
 
 
-@register_reward("length")
+@REWARDS.register("length")
 def thought_length(
     solution_str: str,
     ground_truth: Any,
@@ -47,7 +47,7 @@ def thought_length(
     return max(minimum, maximum - (maximum - minimum) * 0.5 * missed)
 
 
-@register_reward("length_penalty")
+@REWARDS.register("length_penalty")
 def length_penalty(
     solution_str: str,
     ground_truth: Any,

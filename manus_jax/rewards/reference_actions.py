@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manus_jax.rewards.blocks import tagged_blocks
-from manus_jax.rewards.registry import EpisodeTurn, register_reward
+from manus_jax.rewards.registry import REWARDS, EpisodeTurn
 
 ACTION_TAGS = ("act", "action", "response")
 
@@ -59,7 +59,7 @@ def reference_actions(ground_truth: Any) -> list[str]:
     return actions
 
 
-@register_reward("action_similarity")
+@REWARDS.register("action_similarity")
 def action_similarity(
     solution_str: str,
     ground_truth: Any,

@@ -1,9 +1,10 @@
-"""The registry of reward functions, and the one place where they are called.
+"""The registry of reward functions, and the function that calls them.
 
-A reward function is `compute_score(solution_str, ground_truth, **kwargs)`. The one idea: it is
-given facts about the episode and returns a number, a `Score` with its parts, or one number per
-turn; what it must never do is fail quietly. An exception, a NaN or a wrong type is a `RewardError`
-that names the function and the episode, and the caller decides what becomes of the episode.
+A reward function is `compute_score(solution_str, ground_truth, **kwargs)`, registered with
+`@REWARDS.register("name")`. It receives facts about the episode and returns a number, a `Score`
+with components, or one number per turn. A failure is never silent: an exception, a NaN or a wrong
+type raises a `RewardError` that names the function and the episode, and the caller decides what
+happens to the episode.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from manus_jax.errors import UserError
+from manus_jax.registry import Registry
 
 FACTS: Mapping[str, str] = {
     "turns": "the agent's turns (see EpisodeTurn), in order",
@@ -63,44 +65,25 @@ class Score:
 
 
 class RewardError(UserError, RuntimeError):
-    """A reward function failed on an episode, or there is no such function or parameter."""
+    """A reward function failed on an episode, or has no such parameter."""
 
 
 RewardFunction = Callable[..., "float | Score | Sequence[float]"]
-Check = Callable[[Mapping[str, Any]], None]
 F = TypeVar("F", bound=RewardFunction)
-_FUNCTIONS: dict[str, RewardFunction] = {}
-_CHECKS: dict[str, Check] = {}
+REWARDS: Registry[RewardFunction] = Registry("reward function")
 
 
-def register_reward(name: str, check: Check | None = None) -> Callable[[F], F]:
-    """Decorator: makes `compute_score(solution_str, ground_truth, **kwargs)` a reward by name.
+def check_parameters(check: Callable[[Mapping[str, Any]], None]) -> Callable[[F], F]:
+    """Decorator: `check(parameters)` raises a RewardError for parameters that cannot work.
 
-    `check(parameters)` raises a RewardError for parameters that cannot work, before any episode.
+    It is called when the configuration is read, before any episode.
     """
 
-    def register(function: F) -> F:
-        if name in _FUNCTIONS:
-            raise RewardError(f"there is a reward function {name!r} already; choose another name")
-        _FUNCTIONS[name] = function
-        if check is not None:
-            _CHECKS[name] = check
+    def attach(function: F) -> F:
+        function.check_parameters = check  # type: ignore[attr-defined]
         return function
 
-    return register
-
-
-def reward_names() -> tuple[str, ...]:
-    return tuple(sorted(_FUNCTIONS))
-
-
-def reward_function(name: str) -> RewardFunction:
-    """The function of that name; the error lists the names there are."""
-    if name not in _FUNCTIONS:
-        raise RewardError(
-            f"unknown reward function {name!r}; there are {', '.join(reward_names())}"
-        )
-    return _FUNCTIONS[name]
+    return attach
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +94,8 @@ class RewardSettings:
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        signature = inspect.signature(reward_function(self.function))
+        function = REWARDS[self.function]
+        signature = inspect.signature(function)
         named = [
             parameter.name
             for parameter in list(signature.parameters.values())[2:]
@@ -129,8 +113,7 @@ class RewardSettings:
             raise RewardError(
                 f"reward function {self.function!r} needs the parameter {missing[0]!r}"
             )
-        if self.function in _CHECKS:
-            _CHECKS[self.function](self.parameters)
+        getattr(function, "check_parameters", lambda parameters: None)(self.parameters)
 
 
 def compute(
@@ -142,7 +125,7 @@ def compute(
     **facts: Any,
 ) -> Score:
     """The score of one episode, called `episode` in errors; `facts` are those of FACTS."""
-    function = reward_function(settings.function)
+    function = REWARDS[settings.function]
     try:
         result = function(solution_str, ground_truth, turns=turns, **facts, **settings.parameters)
     except Exception as error:  # whatever a function of the user's raises is told with its episode

@@ -2,7 +2,7 @@
 
 The one idea: a format is one object that holds the instruction, a renderer of example turns and the
 parser, so that what is asked for and what is understood cannot drift apart. A new format is one
-`register_format(ActionFormat(...))`. Parsing is linear in the text and evaluates nothing; a text
+`FORMATS.add(ActionFormat(...))`. Parsing is linear in the text and evaluates nothing; a text
 without exactly one action is answered with a sentence to the model, never with an empty action.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import get_args
 
 from manus_jax.agentgym.table import ActionStyle, EnvironmentRow
+from manus_jax.registry import Registry
 
 MAX_CODE = 4000
 MAX_NESTING = 20
@@ -71,7 +72,7 @@ class ActionFormat:
         return ParsedAction(action)
 
 
-FORMATS: dict[str, ActionFormat] = {}
+FORMATS: Registry[ActionFormat] = Registry("action format", reserved=("auto",))
 
 _OWN_FORM: dict[ActionStyle, str] = {
     "line": "react",
@@ -83,14 +84,6 @@ _OWN_FORM: dict[ActionStyle, str] = {
 }
 
 
-def register_format(action_format: ActionFormat) -> ActionFormat:
-    """Makes a format known by its name."""
-    if action_format.name in FORMATS or action_format.name == "auto":
-        raise ValueError(f"there is an action format {action_format.name!r} already")
-    FORMATS[action_format.name] = action_format
-    return action_format
-
-
 def format_for(row: EnvironmentRow, name: str = "auto") -> ActionFormat:
     """The format of that name, or the environment's own for "auto".
 
@@ -98,8 +91,6 @@ def format_for(row: EnvironmentRow, name: str = "auto") -> ActionFormat:
     """
     if name == "auto":
         name = _OWN_FORM[row.action]
-    if name not in FORMATS:
-        raise ValueError(f"unknown action format {name!r}; there are auto, {', '.join(FORMATS)}")
     chosen = FORMATS[name]
     if name == "raw" and row.sends_text:
         # The server still reads the form it knows; what goes is the check before sending.
@@ -150,7 +141,7 @@ def _find_react(text: str) -> str:
     return _unfenced(rest[: end.start() if end else None]).partition("\n")[0]
 
 
-register_format(
+FORMATS.add(
     ActionFormat(
         "react",
         _INSTRUCTIONS["react"],
@@ -169,7 +160,7 @@ def _find_sql(text: str) -> str:
     return query.partition("```")[0]
 
 
-register_format(
+FORMATS.add(
     ActionFormat(
         "react_sql",
         _INSTRUCTIONS["react_sql"],
@@ -209,7 +200,7 @@ def _tag_format(tag: str) -> ActionFormat:
 
 
 for _tag in ("act", "action", "response"):
-    register_format(_tag_format(_tag))
+    FORMATS.add(_tag_format(_tag))
 
 
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
@@ -249,7 +240,7 @@ def _render_function_call(thought: str, action: str) -> str:
     return json.dumps(call, ensure_ascii=False)
 
 
-register_format(
+FORMATS.add(
     ActionFormat(
         "function_call",
         _INSTRUCTIONS["function_call"],
@@ -296,7 +287,7 @@ def _render_code(thought: str, action: str) -> str:
     return f"```python\n{comment}\nact({action})\n```"
 
 
-register_format(
+FORMATS.add(
     ActionFormat(
         "code_as_action",
         _INSTRUCTIONS["code_as_action"],
@@ -328,7 +319,7 @@ def _find_fenced(text: str) -> str:
     return text
 
 
-register_format(
+FORMATS.add(
     ActionFormat(
         "tool_call",
         _INSTRUCTIONS["tool_call"],
@@ -338,7 +329,7 @@ register_format(
         frozenset(("tool_call",)),
     )
 )
-register_format(
+FORMATS.add(
     ActionFormat(
         "search_tags",
         _INSTRUCTIONS["search_tags"],
@@ -348,7 +339,7 @@ register_format(
         frozenset(("search_tags",)),
     )
 )
-register_format(
+FORMATS.add(
     ActionFormat(
         "fenced",
         _INSTRUCTIONS["fenced"],
@@ -358,7 +349,7 @@ register_format(
         frozenset(("fenced",)),
     )
 )
-register_format(
+FORMATS.add(
     ActionFormat(
         "raw",
         _INSTRUCTIONS["raw"],

@@ -14,9 +14,9 @@ from envs.registry import ENVIRONMENTS as EMBEDDED
 from envs.registry import load
 from manus_jax.agentgym.prompts import PROMPTS
 from manus_jax.agentgym.table import environment
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.rollout.llm_player import turn_seed
-from manus_jax.rollout.player import Answer, NoAnswer, Part
-from manus_jax.rollout.settings import RolloutSettings
+from manus_jax.rollout.player import Answer, EndEpisode, EpisodeContext
 from manus_jax.rollout.trajectory import Segment
 
 Reply = Callable[[Sequence[str]], str | None]
@@ -33,14 +33,14 @@ class TextPlayer:
         self._reply = reply
         self._observations: list[str] = []
 
-    def hear(self, observation: str) -> str:
+    def observe(self, observation: str) -> str:
         self._observations.append(observation)
         return observation
 
-    def answer(self, turn: int) -> Answer:
+    def act(self, turn: int) -> Answer:
         text = self._reply(self._observations)
         if text is None:
-            raise NoAnswer("gave_up")
+            raise EndEpisode("gave_up")
         return Answer(text)
 
     def segments(self) -> tuple[Segment, ...]:
@@ -61,8 +61,8 @@ class OraclePolicy:
         if env not in EMBEDDED or load(env).oracle is None:
             raise ValueError(f"{env} has no oracle; those that may have one are {[*EMBEDDED]}")
 
-    def player(self, part: Part) -> TextPlayer:
-        task = part.spec.task
+    def player(self, context: EpisodeContext) -> TextPlayer:
+        task = context.spec.task
         assert task.env is not None and task.item is not None
         spec = load(task.env)
         assert spec.oracle is not None
@@ -74,7 +74,7 @@ class OraclePolicy:
                 move = policy(observations[-1])
             except GameError:  # the oracle is stuck
                 return None
-            return part.action_format.render(move.thought, move.action)
+            return context.action_format.render(move.thought, move.action)
 
         return TextPlayer(reply)
 
@@ -88,9 +88,9 @@ class RandomPolicy:
     def check(self, env: str, settings: RolloutSettings) -> None:
         """Every environment can be played at random."""
 
-    def player(self, part: Part) -> TextPlayer:
-        task, action_format = part.spec.task, part.action_format
-        rng = random.Random(turn_seed(self._seed, part.spec.uid, 0))
+    def player(self, context: EpisodeContext) -> TextPlayer:
+        task, action_format = context.spec.task, context.action_format
+        rng = random.Random(turn_seed(self._seed, context.spec.uid, 0))
         assert task.env is not None
         plausible = _plausible_actions(task.env)
 

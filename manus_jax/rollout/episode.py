@@ -1,9 +1,9 @@
-"""One episode: lease an environment, play it turn by turn, and come back with what happened.
+"""One episode: lease an environment, play it turn by turn, return what happened.
 
-The one idea: an episode ends in a `Trajectory`, which may be trained on, or a `FailedEpisode`,
-which may not. What the agent does badly (no action, a wrong one, too many tokens) belongs to the
-first; what infrastructure does badly is tried again from the start on a fresh environment, and in
-the end is the second. Nothing in between becomes a reward of zero.
+An episode ends in a `Trajectory`, which may be trained on, or a `FailedEpisode`, which may not.
+Mistakes of the agent (no action, a wrong one, too many tokens) are part of a trajectory. Failures
+of infrastructure are retried from the start on a fresh environment and finally become a
+`FailedEpisode`, never a reward of zero.
 """
 
 import logging
@@ -14,12 +14,12 @@ from manus_jax.agentgym.client import Session
 from manus_jax.agentgym.failures import EnvironmentFailure
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.table import environment
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.engines.cancellation import Cancellation, Cancelled
 from manus_jax.engines.protocol import EngineError
 from manus_jax.rollout.action_formats import format_for
-from manus_jax.rollout.player import Agent, NoAnswer, Part, Player
+from manus_jax.rollout.player import Agent, EndEpisode, EpisodeContext, Player
 from manus_jax.rollout.prompts import cut_middle, opening
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import (
     EndReason,
     EpisodeSpec,
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class PromptTooLong(Exception):
-    """The opening leaves the model no room for a turn."""
+    """The opening leaves no room for a turn."""
 
 
 def play_episode(
@@ -43,7 +43,7 @@ def play_episode(
     settings: RolloutSettings,
     cancellation: Cancellation | None = None,
 ) -> Outcome:
-    """Plays an episode, up to `pool.settings.attempts` times where infrastructure fails."""
+    """Plays an episode; after infrastructure failures, up to `pool.settings.attempts` times."""
     cancellation = cancellation or Cancellation()
     attempt = 1
     while True:
@@ -78,39 +78,39 @@ def _attempt(
     task = spec.task
     assert task.env is not None
     action_format = format_for(environment(task.env), settings.action_format)
-    beginning = opening(task, action_format, settings.prompt)
-    part = Part(spec, beginning, action_format, settings, cancellation, attempt)
+    beginning = opening(task, action_format, settings)
+    context = EpisodeContext(spec, beginning, action_format, settings, cancellation, attempt)
     cancellation.check()
     with pool.lease(task.env) as session:
-        player = agent.player(part)
+        player = agent.player(context)
         try:
-            return _play(part, session, player)
+            return _play(context, session, player)
         finally:
             player.close()
 
 
-def _play(part: Part, session: Session, player: Player) -> Trajectory:
-    settings, item = part.settings, part.spec.task.item
+def _play(context: EpisodeContext, session: Session, player: Player) -> Trajectory:
+    settings, item = context.settings, context.spec.task.item
     assert item is not None
     turns: list[Turn] = []
     end_reason: EndReason = "max_turns"
     seen = session.reset(item)
-    first_observation = player.hear(cut_middle(seen, settings.max_observation_chars))
+    first_observation = player.observe(cut_middle(seen, settings.max_observation_chars))
     while len(turns) < settings.max_turns and end_reason != "done":
-        part.cancellation.check()
+        context.cancellation.check()
         began = time.perf_counter()
         try:
-            answer = player.answer(len(turns))
-        except NoAnswer as silence:
-            if silence.reason == "context" and not turns:
+            answer = player.act(len(turns))
+        except EndEpisode as end:
+            if end.reason == "context" and not turns:
                 raise PromptTooLong(
-                    f"{part.spec.uid}: the opening of {part.spec.task.item_id} leaves no room for "
-                    "a turn; raise max_total_tokens, or lower max_observation_tokens"
+                    f"{context.spec.uid}: the opening of {context.spec.task.item_id} leaves no "
+                    "room for a turn; raise max_total_tokens, or lower max_observation_tokens"
                 ) from None
-            end_reason = silence.reason
+            end_reason = end.reason
             break
         answered = time.perf_counter()
-        parsed = part.action_format.parse(answer.text, session.row.action)
+        parsed = context.action_format.parse(answer.text, session.row.action)
         if parsed.action is None:
             observation, reward, penalty = parsed.error, 0.0, -settings.invalid_action_penalty
         else:
@@ -121,7 +121,7 @@ def _play(part: Part, session: Session, player: Player) -> Trajectory:
         stepped = time.perf_counter()
         observation = cut_middle(observation, settings.max_observation_chars)
         if end_reason != "done" and len(turns) + 1 < settings.max_turns:
-            observation = player.hear(observation)
+            observation = player.observe(observation)
         turns.append(
             Turn(
                 text=answer.text,
@@ -138,15 +138,15 @@ def _play(part: Part, session: Session, player: Player) -> Trajectory:
             )
         )
     return Trajectory(
-        spec=part.spec,
-        opening=part.opening.messages(first_observation),
+        spec=context.spec,
+        opening=context.opening.messages(first_observation),
         first_observation=first_observation,
         turns=tuple(turns),
         segments=player.segments(),
         env_reward=session.episode_reward,
         success=session.success,
         end_reason=end_reason,
-        attempts=part.attempt,
+        attempts=context.attempt,
         prompts_extended=player.prompts_extended,
         prompts_forked=player.prompts_forked,
     )

@@ -1,9 +1,9 @@
-"""The agent that speaks through an engine: exact tokens in, exact tokens out.
+"""The agent that plays with a language model: exact tokens in, exact tokens out.
 
-The one idea: the stream of an episode only ever grows. The opening is tokenized once; then what the
-engine sampled is appended as it is, and after it what the chat template puts before the next turn.
-Nothing that was sampled is ever decoded and encoded again; text is made of it for the parser alone.
-With a bounded memory the stream forks instead: a new opening, then the kept turns' own tokens.
+The token stream of an episode only grows. The opening is tokenized once; then the sampled tokens
+are appended unchanged, followed by what the chat template puts before the next turn. Sampled tokens
+are decoded for the parser but never encoded again. With bounded memory the stream forks instead: a
+new opening, followed by the tokens of the kept turns.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from manus_jax.agentgym.table import environment
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.data.chat import ChatStream, Message
 from manus_jax.data.tasks import Task
 from manus_jax.engines.protocol import Engine, EngineError, Generation, Request, Sampling
 from manus_jax.rollout.action_formats import format_for
-from manus_jax.rollout.player import Answer, NoAnswer, Part
+from manus_jax.rollout.player import Answer, EndEpisode, EpisodeContext
 from manus_jax.rollout.prompts import cut_middle, opening, rejoined
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import Segment
 
 if TYPE_CHECKING:
@@ -33,18 +33,18 @@ _log = logging.getLogger(__name__)
 
 
 def turn_seed(run_seed: int, uid: str, turn: int) -> int:
-    """The seed of one turn, in 31 bits: the same on every machine, in every process."""
+    """The 31-bit seed of one turn, the same on every machine and in every process."""
     digest = hashlib.sha256(f"{run_seed}/{turn}/{uid}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
 
 
-class Voice:
-    """A tokenizer and its chat template, for many threads."""
+class ChatTokenizer:
+    """A tokenizer and its chat template, thread-safe."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         self._chat = ChatStream(tokenizer)
-        # A tokenizer's truncation and padding are state that every call sets.
+        # Every call of a tokenizer sets its truncation and padding state.
         self._lock = threading.Lock()
         eos = tokenizer.eos_token_id
         ends = {self._chat.stop_id} | (set() if eos is None else {eos})
@@ -59,9 +59,9 @@ class Voice:
             return self._chat.extend(sampled, [Message("user", text)])
 
     def check(self, env: str, settings: RolloutSettings) -> None:
-        """ChatTemplateError for a template that cannot write the turns of this environment."""
+        """Raises ChatTemplateError if the template cannot render this environment's turns."""
         action_format = format_for(environment(env), settings.action_format)
-        first = opening(Task(env, 0, f"{env}_0"), action_format, settings.prompt)
+        first = opening(Task(env, 0, f"{env}_0"), action_format, settings)
         self.start(first.messages("An observation."))
         self.extend((), "An observation.")
 
@@ -72,7 +72,7 @@ class Voice:
             )
 
     def shortened(self, text: str, limit: int) -> str:
-        """The text, cut in the middle until it has at most `limit` tokens or only says so."""
+        """The text, cut in the middle until it has at most `limit` tokens or nothing is left."""
         if len(text.encode()) <= limit:  # no tokenizer makes more tokens than bytes
             return text
         kept, cut = len(text), text
@@ -88,7 +88,7 @@ class Voice:
 
 @dataclasses.dataclass
 class _Stream:
-    """A segment as it grows."""
+    """A segment under construction."""
 
     ids: list[int] = dataclasses.field(default_factory=list)
     log_probs: list[float] = dataclasses.field(default_factory=list)
@@ -108,7 +108,7 @@ class _Stream:
         self.turn_ids += [turn] * len(generation.token_ids)
 
     def frozen(self) -> Segment:
-        """All up to the last token of the last turn; empty where there is no turn."""
+        """Everything up to the last sampled token; empty if there is none."""
         turn_ids = np.array(self.turn_ids, np.int32)
         end = int(np.flatnonzero(turn_ids >= 0).max(initial=-1)) + 1
         return Segment(
@@ -121,45 +121,49 @@ class _Stream:
 
 
 class EngineAgent:
-    """Plays with an engine's weights; one for all episodes."""
+    """Plays with an engine's weights; one for all episodes. `seed` fixes what is sampled."""
 
-    def __init__(self, engine: Engine, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, engine: Engine, tokenizer: "PreTrainedTokenizerBase", seed: int = 0) -> None:
         self._engine = engine
-        self._voice = Voice(tokenizer)
+        self._seed = seed
+        self._chat_tokenizer = ChatTokenizer(tokenizer)
 
     def check(self, env: str, settings: RolloutSettings) -> None:
-        """A model plays everything that its chat template can write."""
-        self._voice.check(env, settings)
+        """A model plays every environment that its chat template can render."""
+        self._chat_tokenizer.check(env, settings)
 
-    def player(self, part: Part) -> "Dialogue":
-        return Dialogue(self._engine, self._voice, part)
+    def player(self, context: EpisodeContext) -> "LLMPlayer":
+        return LLMPlayer(self._engine, self._chat_tokenizer, context, self._seed)
 
 
-class Dialogue:
-    """One attempt at an episode. Belongs to one thread."""
+class LLMPlayer:
+    """Plays one attempt at an episode, in one thread."""
 
-    def __init__(self, engine: Engine, voice: Voice, part: Part) -> None:
+    def __init__(
+        self, engine: Engine, chat_tokenizer: ChatTokenizer, context: EpisodeContext, seed: int
+    ) -> None:
         self._engine = engine
-        self._voice = voice
-        self._part = part
-        self._settings = part.settings
+        self._chat_tokenizer = chat_tokenizer
+        self._context = context
+        self._seed = seed
+        self._settings = context.settings
         self._streams: list[_Stream] = []
-        self._observations: list[str] = []  # number n is what turn n answers
+        self._observations: list[str] = []  # number n precedes turn n
         self._sampled: list[tuple[int, ...]] = []  # the tokens of each turn
         self._replies: list[list[int]] = []  # the tokens between a turn and the next
         self._said: list[int] = []  # the newest prompt with what was sampled after it
         self.prompts_extended = 0
         self.prompts_forked = 0
 
-    def hear(self, observation: str) -> str:
-        # A server's JSON can hold half a character, which no tokenizer takes.
+    def observe(self, observation: str) -> str:
+        # A server's JSON can hold lone surrogates, which tokenizers reject.
         whole = observation.encode("utf-8", "replace").decode("utf-8")
-        told = self._voice.shortened(whole, self._settings.max_observation_tokens)
+        told = self._chat_tokenizer.shortened(whole, self._settings.max_observation_tokens)
         self._observations.append(told)
         if not self._sampled:
-            self._fork(self._voice.start(self._part.opening.messages(told)))
+            self._fork(self._chat_tokenizer.start(self._context.opening.messages(told)))
             return told
-        self._replies.append(self._voice.extend(self._sampled[-1], told))
+        self._replies.append(self._chat_tokenizer.extend(self._sampled[-1], told))
         kept = self._settings.memory_turns
         if kept is not None and len(self._sampled) > kept:
             self._fork(self._remembered(kept))
@@ -167,7 +171,7 @@ class Dialogue:
             self._streams[-1].add_given(self._replies[-1])
         return told
 
-    def answer(self, turn: int) -> Answer:
+    def act(self, turn: int) -> Answer:
         stream = self._streams[-1]
         prompt = list(stream.ids)
         if self._said:
@@ -179,7 +183,7 @@ class Dialogue:
         self._said = list(stream.ids)
         self._sampled.append(generation.token_ids)
         return Answer(
-            text=self._voice.decode(generation.token_ids),
+            text=self._chat_tokenizer.decode(generation.token_ids),
             cut=generation.finish_reason == "length",
             segment=len(self._streams) - 1,
             start=len(prompt),
@@ -194,10 +198,10 @@ class Dialogue:
             self._release()
 
     def _remembered(self, kept: int) -> list[int]:
-        """A prompt of the opening, told anew, and the own tokens of the last turns."""
+        """A prompt with a new opening and the tokens of the last turns."""
         left_out = len(self._sampled) - kept
         observation = rejoined(self._observations[0], left_out, self._observations[left_out])
-        ids = self._voice.start(self._part.opening.messages(observation))
+        ids = self._chat_tokenizer.start(self._context.opening.messages(observation))
         for turn in range(left_out, len(self._sampled)):
             ids += self._sampled[turn]
             ids += self._replies[turn]
@@ -211,32 +215,37 @@ class Dialogue:
 
     @property
     def _session(self) -> str:
-        return f"{self._part.spec.uid}/{self._part.attempt}/{len(self._streams) - 1}"
+        return f"{self._context.spec.uid}/{self._context.attempt}/{len(self._streams) - 1}"
 
     def _release(self) -> None:
         try:
             self._engine.release(self._session)
-        except EngineError as error:  # the tokens are safe; only the engine's cache is not freed
+        except EngineError as error:  # only the engine's cache is not freed
             _log.warning("%s was not released: %s", self._session, error)
 
     def _generate(self, prompt: list[int], turn: int) -> Generation:
-        asked = self._settings.sampling
+        settings = self._settings
         room = min(self._settings.max_total_tokens, self._engine.max_length) - len(prompt)
-        most = min(asked.max_tokens, room)
-        if most < min(self._settings.min_turn_tokens, asked.max_tokens):
-            raise NoAnswer("context")
-        stop_ids = tuple(sorted({*self._voice.stop_ids, *asked.stop_ids}))
-        sampling = dataclasses.replace(asked, max_tokens=most, stop_ids=stop_ids)
-        seed = turn_seed(self._settings.seed, self._part.spec.uid, turn)
+        most = min(settings.max_tokens_per_turn, room)
+        if most < min(settings.min_turn_tokens, settings.max_tokens_per_turn):
+            raise EndEpisode("context")
+        sampling = Sampling(
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            max_tokens=most,
+            stop_ids=self._chat_tokenizer.stop_ids,
+        )
+        seed = turn_seed(self._seed, self._context.spec.uid, turn)
         request = Request(tuple(prompt), sampling, seed, self._session)
         future = self._engine.submit(request)
-        generation = self._part.cancellation.result(future, self._settings.generation_timeout)
+        generation = self._context.cancellation.result(future, settings.generation_timeout)
         _check(generation, sampling)
         return generation
 
 
 def _check(generation: Generation, sampling: Sampling) -> None:
-    """An engine's answer that could not be trained on is a failure of the engine."""
+    """Raises EngineError for a generation that cannot be trained on."""
     tokens = len(generation.token_ids)
     if generation.finish_reason == "cancelled":
         raise EngineError("the engine cancelled the generation")

@@ -1,22 +1,22 @@
-"""Who plays: anything that hears observations and answers them, with tokens or with text.
+"""The interface between the episode loop and whatever plays: a model, an oracle, a random policy.
 
-The one idea: the episode loop knows a `Player` and nothing of tokens, engines or oracles. An
-`Agent` makes one player per attempt at an episode.
+The episode loop only knows a `Player`, not tokens or engines. An `Agent` makes one player per
+attempt at an episode.
 """
 
 import dataclasses
 from typing import Protocol
 
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.engines.cancellation import Cancellation
 from manus_jax.rollout.action_formats import ActionFormat
 from manus_jax.rollout.prompts import Opening
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import EndReason, EpisodeSpec, Segment
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A turn: its text and, where it was sampled, its span of tokens (see Turn)."""
+    """The text of a turn and, if it was sampled, its span of tokens (see Turn)."""
 
     text: str
     cut: bool = False
@@ -25,8 +25,8 @@ class Answer:
     stop: int = 0
 
 
-class NoAnswer(Exception):
-    """The player has no more to say, or no room to say it in; the episode ends."""
+class EndEpisode(Exception):
+    """The player gives up or has no room for another turn; the episode ends."""
 
     def __init__(self, reason: EndReason) -> None:
         super().__init__(reason)
@@ -34,27 +34,27 @@ class NoAnswer(Exception):
 
 
 class Player(Protocol):
-    """One side of one episode."""
+    """Plays one attempt at one episode."""
 
     prompts_extended: int
     prompts_forked: int
 
-    def hear(self, observation: str) -> str:
-        """Takes in an observation; returns it as the player was told it, which may be cut."""
+    def observe(self, observation: str) -> str:
+        """Adds an observation; returns it as the player sees it, possibly cut."""
 
-    def answer(self, turn: int) -> Answer:
-        """The turn number `turn`; raises NoAnswer."""
+    def act(self, turn: int) -> Answer:
+        """Generates the turn with this number; raises EndEpisode."""
 
     def segments(self) -> tuple[Segment, ...]:
-        """The tokens so far, where there are any."""
+        """The tokens so far; empty for players without tokens."""
 
     def close(self) -> None:
-        """The episode is over."""
+        """Frees what the player holds; called once, at the end of the attempt."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """What a player is told of the episode it is to play."""
+class EpisodeContext:
+    """What a player knows about its episode."""
 
     spec: EpisodeSpec
     opening: Opening
@@ -65,9 +65,9 @@ class Part:
 
 
 class Agent(Protocol):
-    """One for all episodes; thread-safe."""
+    """Makes players; one for all episodes, thread-safe."""
 
     def check(self, env: str, settings: RolloutSettings) -> None:
-        """ValueError for an environment that it cannot play with these settings."""
+        """Raises ValueError if it cannot play the environment with these settings."""
 
-    def player(self, part: Part) -> Player: ...
+    def player(self, context: EpisodeContext) -> Player: ...

@@ -1,8 +1,7 @@
-"""Many episodes at once: threads, back-pressure, order, and a prompt end.
+"""Runs many episodes concurrently and returns their outcomes in order.
 
-The one idea: one thread per episode in flight, as an episode is nothing but waiting. The pool's
-leases are the back-pressure. A broad `except` stands here, around each episode: whatever goes wrong
-in one is logged, becomes its own FailedEpisode and disturbs no other.
+Each episode in flight has a thread, since it mostly waits; the pool's leases limit how many play.
+Any exception of an episode is logged and becomes its FailedEpisode, without affecting the others.
 """
 
 import logging
@@ -15,26 +14,26 @@ from concurrent.futures import ThreadPoolExecutor
 
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.table import environment
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.engines.cancellation import Cancellation
 from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.episode import play_episode
 from manus_jax.rollout.player import Agent
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import EpisodeSpec, FailedEpisode, Outcome
 
 _log = logging.getLogger(__name__)
 
 STACK_BYTES = 1 << 20
-"""Of an episode's thread: thousands of the system's 8 MiB stacks run into address-space limits."""
+"""Per episode thread: thousands of default 8 MiB stacks exceed address-space limits."""
 
 GRACE = 10.0
-"""Seconds that cancelled episodes get to give back their environments before they are left to
-their own timeouts."""
+"""Seconds that cancelled episodes have to return their environments; later ones run into their own
+timeouts."""
 
 _POLL = 0.1
 
 OnDone = Callable[[int, Outcome], None]
-"""Called with a spec's index and its outcome, in the caller's thread, as episodes end."""
+"""Called with a spec's index and its outcome, in the caller's thread, when an episode ends."""
 
 
 def run_episodes(
@@ -47,9 +46,9 @@ def run_episodes(
 ) -> list[Outcome]:
     """Plays all episodes and returns their outcomes in the order of `specs`.
 
-    When `stop` is set, episodes in flight are cancelled, their environments given back, and what is
-    not finished comes back as FailedEpisode "cancelled". Ctrl-C, or an exception of `on_done`, does
-    the same and is then raised. ValueError for specs that cannot be played, before any is.
+    When `stop` is set, the episodes in flight are cancelled, their environments returned, and
+    unfinished episodes become FailedEpisode "cancelled". Ctrl-C and exceptions of `on_done` do the
+    same and are then raised. Raises ValueError, before playing, for specs that cannot be played.
     """
     check_specs(specs, agent, pool, settings)
     run = _Run(specs, agent, pool, settings)
@@ -65,7 +64,7 @@ def run_episodes(
 def check_specs(
     specs: Sequence[EpisodeSpec], agent: Agent, pool: EnvironmentPool, settings: RolloutSettings
 ) -> None:
-    """Every spec names an item of an open environment that the agent can play in this format."""
+    """Raises ValueError unless every spec names an item that the agent can play in an open pool."""
     if len({spec.uid for spec in specs}) < len(specs):
         raise ValueError("two episodes have the same uid; they would draw the same random numbers")
     for spec in specs:
@@ -81,7 +80,7 @@ def check_specs(
 
 
 class _Run:
-    """The state of one call of `run_episodes`."""
+    """The state of one `run_episodes` call."""
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class _Run:
         self._begun: set[int] = set()
 
     def start(self) -> None:
-        # Threads are made as work is handed in; the size of their stacks is a global setting.
+        # Threads start as work is submitted; their stack size is a global setting.
         before = threading.stack_size(STACK_BYTES)
         try:
             for index in range(len(self._specs)):
@@ -127,7 +126,7 @@ class _Run:
                 on_done(index, outcome)
 
     def cancel(self) -> None:
-        """Ends all episodes; returns when they have ended, or when the grace is over."""
+        """Cancels all episodes; returns when they have ended, after at most GRACE seconds."""
         self._cancellation.cancel()
         self._executor.shutdown(wait=False, cancel_futures=True)
         deadline = time.monotonic() + GRACE
@@ -135,7 +134,9 @@ class _Run:
             try:
                 index, outcome = self._ended.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                _log.warning("%d cancelled episodes still wait for their environment", len(left))
+                _log.warning(
+                    "%d cancelled episodes are still waiting for their environment", len(left)
+                )
                 return
             self._outcomes[index] = outcome
 
@@ -153,7 +154,7 @@ class _Run:
             outcome = play_episode(
                 spec, self._agent, self._pool, self._settings, self._cancellation
             )
-        except BaseException as error:  # even an exit must not leave the caller waiting
+        except BaseException as error:  # the caller waits for an outcome, even after an exit
             _log.exception("episode %s failed", spec.uid)
             where = traceback.extract_tb(error.__traceback__)[-1]
             told = f"{type(error).__name__}: {error} (in {where.name})"

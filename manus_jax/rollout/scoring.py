@@ -1,15 +1,19 @@
-"""Reward functions applied to episodes."""
+"""Applies reward functions to episodes."""
 
 import dataclasses
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from manus_jax.rewards import RewardError, RewardSettings, compute
 from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory
 
+MAX_CONCURRENT = 32
+"""Episodes that are scored at the same time."""
+
 
 def score_episode(trajectory: Trajectory, settings: RewardSettings) -> Trajectory:
-    """The trajectory with its score; RewardError names the function and the episode."""
+    """The trajectory with its score; a RewardError names the function and the episode."""
     task = trajectory.task
     score = compute(
         settings,
@@ -30,15 +34,23 @@ def score_episode(trajectory: Trajectory, settings: RewardSettings) -> Trajector
 def score_episodes(
     outcomes: Sequence[Outcome], settings: RewardSettings, on_error: Literal["raise", "drop"]
 ) -> list[Outcome]:
-    """All outcomes, scored. "drop" makes an episode that cannot be scored a failed one."""
-    scored: list[Outcome] = []
-    for outcome in outcomes:
-        if isinstance(outcome, Trajectory):
-            try:
-                outcome = score_episode(outcome, settings)
-            except RewardError as error:
-                if on_error == "raise":
-                    raise
-                outcome = FailedEpisode(outcome.spec, "reward", str(error), outcome.attempts)
-        scored.append(outcome)
-    return scored
+    """All outcomes in order, scored; "drop" turns an episode without a score into a failed one.
+
+    Episodes are scored concurrently, because a reward function may wait for a server.
+    """
+
+    def scored(outcome: Outcome) -> Outcome:
+        if not isinstance(outcome, Trajectory):
+            return outcome
+        try:
+            return score_episode(outcome, settings)
+        except RewardError as error:
+            if on_error == "raise":
+                raise
+            return FailedEpisode(outcome.spec, "reward", str(error), outcome.attempts)
+
+    executor = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="reward")
+    try:
+        return list(executor.map(scored, outcomes))
+    finally:
+        executor.shutdown(cancel_futures=True)

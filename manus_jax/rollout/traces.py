@@ -17,13 +17,13 @@ from envs.game import EnvironmentSpec, GameError
 from envs.registry import UnknownEnvironment, load
 from manus_jax.agentgym.settings import open_environments
 from manus_jax.agentgym.table import environment
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.data.tasks import Task
 from manus_jax.errors import UserError
 from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.baseline_players import OraclePolicy
 from manus_jax.rollout.prompts import opening
 from manus_jax.rollout.runner import run_episodes
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import FailedEpisode, Trajectory, episode_specs
 
 SCHEMA = pa.schema(
@@ -113,7 +113,7 @@ def row(trajectory: Trajectory, index: int, split: str) -> dict[str, Any]:
     conversation = conversation_of(trajectory)
     recorded = json.dumps(conversation, ensure_ascii=False)
     action_format = format_for(environment(task.env), ROLLOUT.action_format)
-    told = opening(task, action_format, ROLLOUT.prompt).before
+    told = opening(task, action_format, ROLLOUT).before
     return {
         "data_source": task.env,
         "item_id": task.item_id,

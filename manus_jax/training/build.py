@@ -16,9 +16,12 @@ import jax
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.algorithms.recipes import Recipe
 from manus_jax.config.binding import ConfigError
+from manus_jax.config.commands import READS, SftConfig, TrainConfig
+from manus_jax.config.run_config import config_text
 from manus_jax.config.settings import (
     DataSettings,
     EnvSettings,
+    RolloutSettings,
     SftSettings,
     TrainSettings,
 )
@@ -37,21 +40,18 @@ from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
 from manus_jax.rollout.llm_player import EngineAgent
 from manus_jax.rollout.player import Agent
 from manus_jax.rollout.runner import run_episodes
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.traces import conversation_of
 from manus_jax.rollout.trajectory import episode_specs, trajectories
 from manus_jax.training import supervised
 from manus_jax.training.build_rollout import (
     check_engine,
     check_play,
-    make_rollout,
     open_engine,
     open_servers,
 )
 from manus_jax.training.checkpoints import Checkpoints
 from manus_jax.training.job import Job
 from manus_jax.training.learner_specs import (
-    TrainConfig,
     critic_spec,
     make_recipe,
     policy_lr,
@@ -133,7 +133,7 @@ def play_traces(
         return
     traces.parent.mkdir(exist_ok=True)
     tasks = Mixture(sources, config.train.seed).next_batch(settings.traces)
-    rollout = make_rollout(config.rollout, config.train.seed)
+    rollout = config.rollout
     by_chance = round(settings.random_share * len(tasks))
     specs = episode_specs(tasks)
     played = run_episodes(specs[:by_chance], RandomPolicy(config.train.seed), pool, rollout)
@@ -178,13 +178,14 @@ def warm_start(config: TrainConfig, directory: RunDirectory, job: Job) -> Path:
         val_files=(),
         overlong="cut",
     )
-    supervised.run(
-        supervised.SftConfig(
-            sft, data, config.model, config.scratch, optimizer, config.mesh, config.compute
-        ),
-        repr((sft, data, config.model, config.scratch, optimizer)),
-        job,
+    fine_tuning = SftConfig(
+        sft, data, config.model, config.scratch, optimizer, config.mesh, config.compute
     )
+    # A path relative to the directory, so that a run directory can be moved.
+    written = dataclasses.replace(
+        fine_tuning, data=dataclasses.replace(data, train_files=(_TRACES,))
+    )
+    supervised.run(fine_tuning, config_text(written, READS["sft"]), job)
     return directory.warm_start / "export" / str(settings.steps) if export else directory.warm_start
 
 
@@ -196,7 +197,7 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
     check_sizes(config, recipe)
     check_sinks(train)
     reward = RewardSettings(config.algorithm.reward, config.algorithm.reward_parameters)
-    rollout = make_rollout(config.rollout, train.seed)
+    rollout = config.rollout
     check_play(config.env, rollout)
     check_engine(config.engine)
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
@@ -232,8 +233,8 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
             engine = stack.enter_context(
                 open_engine(source, params, config.engine, rollout.max_total_tokens)
             )
-            agent = EngineAgent(engine, source.tokenizer)
-            validation = make_rollout(config.rollout, train.seed, train.val_temperature)
+            agent = EngineAgent(engine, source.tokenizer, train.seed)
+            validation = dataclasses.replace(rollout, temperature=train.val_temperature)
             policies: dict[str, Agent] = {"val": agent, **baselines}
             return Rollouts(
                 train=train,

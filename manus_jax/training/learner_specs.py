@@ -4,29 +4,15 @@ Training builds its policy and critic from these, and planning compiles them for
 """
 
 import dataclasses
-import typing
 
 import optax
 from jax.sharding import Mesh
 
-from manus_jax.algorithms.corrections import get_correction
-from manus_jax.algorithms.recipes import Recipe, get_recipe, policy_loss
-from manus_jax.config.binding import ConfigError, build, parse, refuse_unread
-from manus_jax.config.settings import (
-    AlgorithmSettings,
-    ComputeSettings,
-    DataSettings,
-    DistributedSettings,
-    EngineSettings,
-    EnvSettings,
-    MeshSettings,
-    ModelSettings,
-    OptimizerSettings,
-    RolloutGroup,
-    ScratchSettings,
-    TrainSettings,
-    WarmStartSettings,
-)
+from manus_jax.algorithms.corrections import CORRECTIONS
+from manus_jax.algorithms.recipes import RECIPES, Recipe, policy_loss
+from manus_jax.config.binding import ConfigError
+from manus_jax.config.commands import TrainConfig
+from manus_jax.config.settings import AlgorithmSettings, OptimizerSettings
 from manus_jax.learner import objectives
 from manus_jax.learner.learner import LearnerSpec
 from manus_jax.learner.mesh import check_batch, check_model
@@ -36,71 +22,15 @@ from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Compute, Critic, Transformer, abstract_model, make_compute
 from manus_jax.rollout.batch import token_columns
 
-_RECIPE_FIELDS = (
-    "gamma",
-    "lam",
-    "normalize_by_std",
-    "step_weight",
-    "clip_low",
-    "clip_high",
-    "dual_clip",
-    "entropy_coef",
-    "aggregation",
-    "kl_placement",
-    "kl_coef",
-    "kl_estimator",
-    "dynamic_sampling",
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    train: TrainSettings
-    algorithm: AlgorithmSettings
-    env: EnvSettings
-    rollout: RolloutGroup
-    engine: EngineSettings
-    data: DataSettings
-    model: ModelSettings
-    scratch: ScratchSettings | None  # when model.path is None
-    warm_start: WarmStartSettings
-    optimizer: OptimizerSettings
-    mesh: MeshSettings
-    compute: ComputeSettings
-
-
-def read_config(files: list[str], params: list[str]) -> tuple[TrainConfig, DistributedSettings]:
-    """A run's settings from gin files and bindings; a binding that nobody reads is an error."""
-    parse(files, params)
-    hints = typing.get_type_hints(TrainConfig)
-    groups = {name: cls for name, cls in hints.items() if hasattr(cls, "gin_name")}
-    read: list[type] = [*groups.values(), DistributedSettings]
-    *settings, distributed = build(*read)
-    built = dict(zip(groups, settings, strict=True))
-    built["scratch"] = None
-    if built["model"].path is None:
-        read.append(ScratchSettings)
-        (built["scratch"],) = build(ScratchSettings)
-    refuse_unread(read)
-    built["train"] = _named_run_dir(built["train"], built["algorithm"].recipe, built["env"].names)
-    return TrainConfig(**built), distributed
-
-
-def _named_run_dir(train: TrainSettings, recipe: str, envs: tuple[str, ...]) -> TrainSettings:
-    """The settings with `{recipe}` and `{env}` in `train.run_dir` replaced by their names."""
-    run_dir = train.run_dir.replace("{recipe}", recipe).replace("{env}", "_".join(envs))
-    return dataclasses.replace(train, run_dir=run_dir)
-
 
 def make_recipe(settings: AlgorithmSettings) -> Recipe:
     """The named recipe with the settings that were given."""
     try:
-        named = {field: getattr(settings, field) for field in _RECIPE_FIELDS}
-        given = {field: value for field, value in named.items() if value is not None}
-        recipe = dataclasses.replace(get_recipe(settings.recipe), **given)
+        in_recipe = {field.name for field in dataclasses.fields(Recipe)}
+        given = {k: v for k, v in vars(settings).items() if k in in_recipe and v is not None}
         if settings.corrections is not None:
-            corrections = tuple(get_correction(name) for name in settings.corrections)
-            recipe = dataclasses.replace(recipe, corrections=corrections)
+            given["corrections"] = tuple(CORRECTIONS[name] for name in settings.corrections)
+        recipe = dataclasses.replace(RECIPES[settings.recipe], **given)
     except ValueError as error:
         raise ConfigError(f"algorithm: {error}") from None
     if unknown := [name for name in recipe.extra_fields if name not in token_columns()]:

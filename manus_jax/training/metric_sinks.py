@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 
 from manus_jax.config.binding import ConfigError
+from manus_jax.config.run_config import read_bindings
 from manus_jax.config.settings import TrainSettings
 from manus_jax.files import write_atomically
-from manus_jax.training.run_directory import RunDirectory, gin_bindings
+from manus_jax.training.run_directory import RunDirectory
 
 Sink = Callable[[int, Mapping[str, float]], None]
 """Receives a step and its metrics."""
@@ -71,6 +72,7 @@ def _wandb(project: str, directory: RunDirectory) -> Iterator[Sink]:
     kept = directory.path / "wandb_run_id"
     if not kept.exists():
         write_atomically(kept, uuid.uuid4().hex)
+    text = (directory.path / "config.gin").read_text()
     try:
         run = wandb.init(
             project=project,
@@ -78,7 +80,7 @@ def _wandb(project: str, directory: RunDirectory) -> Iterator[Sink]:
             resume="allow",
             name=directory.path.resolve().name,
             dir=str(directory.path),
-            config=gin_bindings((directory.path / "config.gin").read_text()),
+            config={name: repr(value) for name, value in read_bindings(text).items()},
         )
     except wandb.Error as error:
         raise ConfigError(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.algorithms.recipes import Recipe
-from manus_jax.config.settings import AlgorithmSettings, TrainSettings
+from manus_jax.config.settings import AlgorithmSettings, RolloutSettings, TrainSettings
 from manus_jax.data.mixture import Mixture
 from manus_jax.data.tasks import Task
 from manus_jax.engines.protocol import Engine
@@ -16,7 +16,6 @@ from manus_jax.rollout.llm_player import EngineAgent
 from manus_jax.rollout.metrics import rollout_metrics
 from manus_jax.rollout.runner import run_episodes
 from manus_jax.rollout.scoring import score_episodes
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import Outcome, Trajectory, episode_specs, trajectories
 
 
@@ -72,9 +71,7 @@ class Rollouts:
     def greedy_rewards(self, step: int, episodes: Sequence[Trajectory]) -> dict[str, float]:
         """The reward of one greedy episode per task, by group; groups whose episode failed lack."""
         settings = self._settings_at(step)
-        greedy = dataclasses.replace(
-            settings, sampling=dataclasses.replace(settings.sampling, temperature=0.0)
-        )
+        greedy = dataclasses.replace(settings, temperature=0.0)
         tasks = {e.group_id: e.task for e in episodes}
         played = self._play(list(tasks.values()), 1, f"{step}.greedy/", greedy)
         return {

@@ -1,10 +1,9 @@
 """A run's directory: its config, metrics, model card, checkpoints and exports.
 
-The same command on the same directory goes on where the run stopped. A directory that belongs to
-another configuration is refused, with what differs. Settings that only say how long to run, how
-often to save, on which devices and hosts or where the servers are may change between two starts.
-Of several processes only the first writes here; the others know where things are. Two commands do
-not write to one directory at a time: the second is refused.
+The same command on the same directory resumes the run. A directory with other settings is refused
+with the differences, except for settings that may change (`config.binding.setting`), such as the
+number of steps, the devices and the servers. Only process 0 writes here. A lock keeps a second
+command from writing to the same directory.
 """
 
 import contextlib
@@ -12,32 +11,27 @@ import errno
 import fcntl
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import jax
 
+from manus_jax.config.binding import ConfigError
+from manus_jax.config.run_config import changed_settings
 from manus_jax.errors import UserError
 from manus_jax.files import write_atomically
 
-# Bindings that leave the run's mathematics as it is.
-_MAY_CHANGE = re.compile(
-    r"^(mesh\.\w+|distributed\.\w+|engine\.(options|slots|max_steps)|env\.(urls|servers_per_env)|"
-    r"\w+\.(run_dir|total_steps|save_freq|test_freq|keep_checkpoints|export|next_command|"
-    r"tensorboard|wandb_project))$"
-)
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 class RunDirectoryError(UserError, ValueError):
-    """A run directory that cannot be used, with the reason."""
+    """A run directory that cannot be used; the message gives the reason."""
 
 
 class RunDirectory:
     def __init__(self, path: str | Path, operative_config: str):
-        """Creates or opens `path`; raises when it holds another configuration's run."""
+        """Creates or opens `path`; raises if it holds a run with other settings."""
         self.path = Path(path).expanduser()
         self._metrics = self.path / "metrics.jsonl"
         self._writes = jax.process_index() == 0
@@ -57,7 +51,7 @@ class RunDirectory:
 
     @property
     def model(self) -> Path:
-        """The model card: config and tokenizer, without weights."""
+        """The model's config and tokenizer, without weights."""
         return self.path / "model"
 
     @property
@@ -66,14 +60,14 @@ class RunDirectory:
 
     @property
     def warm_start(self) -> Path:
-        """The run that fine-tunes the model before the first step."""
+        """The run directory of the fine-tuning before the first step."""
         return self.path / "warm_start"
 
     def export(self, step: int) -> Path:
         return self.path / "export" / str(step)
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """One JSON object per line; on disk when this returns."""
+        """Appends one line of JSON; it is on disk when this returns."""
         if not self._writes:
             return
         with self._metrics.open("a") as file:
@@ -82,7 +76,7 @@ class RunDirectory:
             os.fsync(file.fileno())
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines that are whole; a kill may have cut the last one short."""
+        """The complete lines; the last one may be incomplete after a kill."""
         if not self._metrics.exists():
             return []
         lines = []
@@ -92,7 +86,7 @@ class RunDirectory:
         return lines
 
     def forget_metrics_after(self, step: int) -> None:
-        """Drops lines of later steps: a resumed run writes them again."""
+        """Drops the lines of later steps, which a resumed run writes again."""
         if not self._writes:
             return
         kept = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
@@ -100,36 +94,36 @@ class RunDirectory:
 
 
 def _lock(path: Path) -> TextIO:
-    """An open file whose lock keeps other processes out; it goes with the file, or a `kill -9`."""
+    """An open file with an exclusive lock, which ends with the process, even after `kill -9`."""
     file = (path / ".lock").open("a")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             raise RunDirectoryError(
-                f"another process is at work in {path}: wait for its end, or choose another run_dir"
+                f"another process is using {path}: wait until it ends, or choose another run_dir"
             ) from None
-        # Some file systems have no locks; then nothing is known of others.
+        # Some file systems have no locks; other processes cannot be detected there.
     return file
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """A disk that is full or gone within the block is a RunDirectoryError, in one line."""
+    """Turns a full or missing disk within the block into a RunDirectoryError of one line."""
     try:
         yield
-    except Exception as error:  # libraries wrap what the system said, or only quote it
+    except Exception as error:  # libraries wrap the OSError, or only quote its message
         reason = _disk_reason(error)
         if reason is None:
             raise
         raise RunDirectoryError(
-            f"{path} cannot be written any more: {reason}. What was saved is whole: make room, and "
-            "the same command goes on from the last checkpoint"
+            f"{path} cannot be written any more: {reason}. Saved checkpoints are intact: free some "
+            "space, and the same command resumes from the last one"
         ) from error
 
 
 def _disk_reason(error: BaseException | None) -> str | None:
-    """What the system said of the disk, if that is what an error comes from."""
+    """The system's message about the disk, if that caused the error."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _DISK:
             return str(error)
@@ -140,22 +134,13 @@ def _disk_reason(error: BaseException | None) -> str | None:
     return None
 
 
-def gin_bindings(text: str) -> dict[str, str]:
-    """The bindings of a gin file as it was written, values as text on one line."""
-    joined = text.replace("\\\n", " ")
-    pairs = re.findall(r"^([\w./]+) = *((?:.*)(?:\n[ \t]+.*)*)", joined, flags=re.MULTILINE)
-    return {name: " ".join(value.split()) for name, value in pairs}
-
-
 def _refuse_changes(old: str, new: str, path: Path) -> None:
-    before, after = gin_bindings(old), gin_bindings(new)
-    changed = [
-        f"{name} was {before.get(name, 'not set')} and is {after.get(name, 'not set')}"
-        for name in sorted(before.keys() | after.keys())
-        if before.get(name) != after.get(name) and not _MAY_CHANGE.match(name)
-    ]
+    try:
+        changed = changed_settings(old, new)
+    except ConfigError as error:
+        raise RunDirectoryError(f"{path / 'config.gin'}: {error}") from None
     if changed:
         raise RunDirectoryError(
-            f"{path} holds a run of another configuration: {'; '.join(changed)}. "
-            "Choose another run_dir, or the old settings"
+            f"{path} holds a run with other settings: {'; '.join(changed)}. "
+            "Choose another run_dir, or restore the settings"
         )

@@ -12,15 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from manus_jax.config.settings import (
-    ComputeSettings,
-    DataSettings,
-    MeshSettings,
-    ModelSettings,
-    OptimizerSettings,
-    ScratchSettings,
-    SftSettings,
-)
+from manus_jax.config.commands import SftConfig
+from manus_jax.config.settings import DataSettings
 from manus_jax.data.chat import ChatStream, EncodedConversation
 from manus_jax.data.mixture import Mixture
 from manus_jax.data_proto import DataProto
@@ -46,17 +39,6 @@ from manus_jax.training.sft_data import (
 )
 from manus_jax.training.stopping import stop_requests
 from manus_jax.weights.host_tensors import gather_to_host
-
-
-@dataclasses.dataclass(frozen=True)
-class SftConfig:
-    sft: SftSettings
-    data: DataSettings
-    model: ModelSettings
-    scratch: ScratchSettings | None  # when model.path is None
-    optimizer: OptimizerSettings
-    mesh: MeshSettings
-    compute: ComputeSettings
 
 
 def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:

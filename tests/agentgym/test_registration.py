@@ -50,7 +50,7 @@ ROW = EnvironmentRow("doubling", "id", 36001, "data_idx", RewardRule(RewardKind.
 PROMPT = EnvironmentPrompt("Double a number.", ("the number",), ())
 
 
-KNOWN = (table.ENVIRONMENTS, prompts.PROMPTS, registry.ENVIRONMENTS)
+KNOWN = (prompts.PROMPTS, registry.ENVIRONMENTS)
 
 
 @pytest.fixture
@@ -59,7 +59,8 @@ def doubling(tmp_path, monkeypatch):
     (tmp_path / "doubling_game.py").write_text(GAME)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    yield
+    with table.ENVIRONMENTS.restored():
+        yield
     for known in KNOWN:
         known.pop("doubling", None)
     sys.modules.pop("doubling_game", None)

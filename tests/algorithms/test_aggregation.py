@@ -19,7 +19,8 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("mode", aggregation.MODES)
+@pytest.mark.bug("B20")
+@pytest.mark.parametrize("mode", aggregation.AGGREGATIONS)
 def test_modes_match_hand_calculation_on_host_and_under_jit(mode):
     weights = aggregation.token_weights(MASK, mode, norm_constant=10)
     assert isinstance(weights, np.ndarray) and weights.dtype == np.float32
@@ -30,7 +31,7 @@ def test_modes_match_hand_calculation_on_host_and_under_jit(mode):
 
 
 @pytest.mark.bug("B20")
-@pytest.mark.parametrize("mode", aggregation.MODES)
+@pytest.mark.parametrize("mode", aggregation.AGGREGATIONS)
 def test_rows_of_weight_zero_and_padding_do_not_count(mode):
     mask = np.pad(np.concatenate([MASK, np.ones((2, 3), bool)]), ((0, 0), (0, 4)))
     loss = np.pad(np.concatenate([LOSS, np.full((2, 3), 100.0)]), ((0, 0), (0, 4)))
@@ -38,21 +39,22 @@ def test_rows_of_weight_zero_and_padding_do_not_count(mode):
     np.testing.assert_allclose((weights * loss).sum(), BY_HAND[mode], rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", aggregation.MODES)
+@pytest.mark.bug("B20")
+@pytest.mark.parametrize("mode", aggregation.AGGREGATIONS)
 def test_an_empty_batch_has_weight_zero(mode):
     weights = aggregation.token_weights(np.zeros((2, 3), bool), mode, 10)
     np.testing.assert_array_equal(weights, np.zeros((2, 3)))
 
 
 def test_wrong_settings_are_refused():
-    with pytest.raises(ValueError, match="unknown loss aggregation 'mean'; there are token-mean"):
+    with pytest.raises(ValueError, match=r"unknown loss aggregation 'mean'.*\(known: token-mean"):
         aggregation.token_weights(MASK, "mean")
     with pytest.raises(ValueError, match="divides by norm_constant"):
         aggregation.token_weights(MASK, "seq-mean-token-sum-norm")
 
 
 @hypothesis.settings(max_examples=40, deadline=None)
-@hypothesis.given(st.integers(0, 2**31), st.sampled_from(aggregation.MODES))
+@hypothesis.given(st.integers(0, 2**31), st.sampled_from([*aggregation.AGGREGATIONS]))
 def test_the_loss_does_not_depend_on_micro_batches_or_packing(seed, mode):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, 7, size=9)

@@ -7,7 +7,7 @@ import pytest
 
 from manus_jax.algorithms.batch_advantages import add_advantages
 from manus_jax.algorithms.kl import FixedKL
-from manus_jax.algorithms.recipes import get_recipe
+from manus_jax.algorithms.recipes import RECIPES
 from manus_jax.data.tasks import Task
 from manus_jax.data_proto import DataProto
 from manus_jax.rollout.batch import RewardAllocation, to_batch
@@ -15,7 +15,7 @@ from manus_jax.rollout.groups import drop_singleton_groups, drop_uniform_groups
 from manus_jax.rollout.trajectory import EpisodeSpec, Segment, Trajectory, Turn
 
 LAST = RewardAllocation("last_token")
-GRPO = dataclasses.replace(get_recipe("grpo"), kl_placement="none", kl_coef=0.0)
+GRPO = dataclasses.replace(RECIPES["grpo"], kl_placement="none", kl_coef=0.0)
 
 
 def episode(group, reward, pieces=((2, 3), (1, 2)), segments=1, name=""):
@@ -85,7 +85,7 @@ def test_group_advantages_reach_every_agent_token_and_no_other():
 
 @pytest.mark.bug("B18")
 def test_observation_tokens_move_no_advantage():
-    recipe = dataclasses.replace(get_recipe("ppo"), kl_placement="none", kl_coef=0.0)
+    recipe = dataclasses.replace(RECIPES["ppo"], kl_placement="none", kl_coef=0.0)
     few = [episode("g", 1.0), episode("h", 0.0)]
     many = [episode("g", 1.0, ((9, 3), (7, 2))), episode("h", 0.0, ((4, 3), (30, 2)))]
     per_token = []
@@ -108,7 +108,7 @@ def test_a_forked_memory_gives_the_tokens_of_all_its_segments_the_same_as_one_st
 
 def test_gae_of_a_forked_episode_runs_over_its_agent_tokens_in_order():
     recipe = dataclasses.replace(
-        get_recipe("ppo"), kl_placement="none", kl_coef=0.0, gamma=0.9, lam=0.8, whiten=False
+        RECIPES["ppo"], kl_placement="none", kl_coef=0.0, gamma=0.9, lam=0.8, whiten=False
     )
     pieces = ((2, 3), (1, 2))
     for name in ("advantages", "returns"):
@@ -121,7 +121,7 @@ def test_gae_of_a_forked_episode_runs_over_its_agent_tokens_in_order():
 
 
 def test_rows_may_come_in_any_order_of_episodes():
-    recipe = dataclasses.replace(get_recipe("ppo"), kl_placement="none", kl_coef=0.0)
+    recipe = dataclasses.replace(RECIPES["ppo"], kl_placement="none", kl_coef=0.0)
     episodes = [episode("g", 1.0, segments=2), episode("h", 0.0), episode("h", 1.0, segments=2)]
     batch = to_batch(episodes, LAST)
     values = np.where(batch.batch["loss_mask"], 0.25, 0).astype(np.float32)
@@ -137,7 +137,7 @@ def test_rows_may_come_in_any_order_of_episodes():
 def test_gae_by_hand_over_two_turns():
     # gamma = lam = 1: every advantage is the reward to come less the value: 1 - 0.25, then whitened
     # to the same number for all tokens, so compare returns, which are not whitened.
-    recipe = dataclasses.replace(get_recipe("ppo"), kl_placement="none", kl_coef=0.0)
+    recipe = dataclasses.replace(RECIPES["ppo"], kl_placement="none", kl_coef=0.0)
     result, metrics = advantages([episode("g", 1.0), episode("h", 0.0)], recipe, values=0.25)
     for returns, total in zip(on_agent_tokens(result, "returns"), (1.0, 0.0), strict=True):
         np.testing.assert_allclose(returns, total, atol=1e-5)
@@ -146,7 +146,7 @@ def test_gae_by_hand_over_two_turns():
 
 @pytest.mark.bug("B7")
 def test_kl_in_the_reward_lowers_it_by_the_coefficient_times_the_difference():
-    recipe = dataclasses.replace(get_recipe("ppo"), kl_coef=0.1)
+    recipe = dataclasses.replace(RECIPES["ppo"], kl_coef=0.1)
     _, metrics = advantages(
         [episode("g", 1.0), episode("h", 0.0)],
         recipe,
@@ -173,7 +173,7 @@ def test_episodes_that_lost_their_siblings_are_left_out_and_groups_without_signa
 
 
 def test_gigpo_tells_apart_steps_from_the_same_state():
-    recipe = dataclasses.replace(get_recipe("gigpo"), kl_placement="none", kl_coef=0.0)
+    recipe = dataclasses.replace(RECIPES["gigpo"], kl_placement="none", kl_coef=0.0)
     result, _ = advantages([episode("g", 1.0), episode("g", 0.0)], recipe)
     good, bad = on_agent_tokens(result, "advantages")
     assert (good > 0).all() and (bad < 0).all()

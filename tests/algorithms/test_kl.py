@@ -30,18 +30,18 @@ def test_estimators_match_hand_calculation_under_all_their_names(variant, names,
     log_probs = jnp.array([-1.0, -1.0 - LOG2])
     ref_log_probs = jnp.array([-1.0 - LOG2, -1.0])
     for name in names:
-        value = variant(kl.get_estimator(name))(log_probs, ref_log_probs)
+        value = variant(kl.ESTIMATORS[name])(log_probs, ref_log_probs)
         np.testing.assert_allclose(value, expected, rtol=1e-6)
 
 
 def test_an_unknown_estimator_is_named_with_what_there_is():
-    with pytest.raises(ValueError, match=r"unknown KL estimator 'full'; there are k1, kl, abs"):
-        kl.get_estimator("full")
+    with pytest.raises(ValueError, match=r"unknown KL estimator 'full'.*\(known: k1, kl, abs"):
+        kl.ESTIMATORS["full"]
 
 
 @pytest.mark.parametrize("name", ["k3", "k3+"])
 def test_k3_is_clamped_far_from_the_reference(name):
-    value = kl.get_estimator(name)(jnp.array([-1000.0, 0.0]), jnp.array([0.0, -1000.0]))
+    value = kl.ESTIMATORS[name](jnp.array([-1000.0, 0.0]), jnp.array([0.0, -1000.0]))
     np.testing.assert_allclose(value, [10.0, 10.0], rtol=1e-4)
 
 
@@ -51,7 +51,7 @@ def test_gradients_of_the_estimators():
     d = np.array([0.5, -1.0])
     expected = {"k1": np.ones(2), "k2": d, "k3": 1 - np.exp(-d), "k3+": d}
     for name, gradient in expected.items():
-        estimator = kl.get_estimator(name)
+        estimator = kl.ESTIMATORS[name]
         got = jax.grad(lambda x, fn=estimator: fn(x, ref).sum())(log_probs)
         np.testing.assert_allclose(got, gradient, rtol=1e-5)
 
@@ -69,7 +69,7 @@ def test_only_k2_has_the_gradient_of_the_divergence_in_expectation():
     def surrogate(logits, name):
         log_p = jax.nn.log_softmax(logits)
         weight = jax.lax.stop_gradient(jnp.exp(log_p))
-        return jnp.sum(weight * kl.get_estimator(name)(log_p, ref))
+        return jnp.sum(weight * kl.ESTIMATORS[name](log_p, ref))
 
     true = jax.grad(divergence)(logits)
     for name in ("k2", "k3+"):

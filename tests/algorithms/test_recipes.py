@@ -12,7 +12,7 @@ import pytest
 
 from manus_jax.algorithms import aggregation, gigpo, recipes
 from manus_jax.algorithms.corrections import CORRECTIONS
-from manus_jax.algorithms.recipes import Recipe, compute_advantages, get_recipe, policy_loss
+from manus_jax.algorithms.recipes import RECIPES, Recipe, compute_advantages, policy_loss
 
 every_recipe = pytest.mark.parametrize("name", recipes.RECIPES)
 B, T, K = 6, 16, 4
@@ -20,7 +20,7 @@ jitted = jax.jit(compute_advantages, static_argnums=0)
 
 
 def advantages_of(name, batch):
-    adv, returns = jitted(get_recipe(name), **batch)
+    adv, returns = jitted(RECIPES[name], **batch)
     return np.asarray(adv), None if returns is None else np.asarray(returns)
 
 
@@ -58,7 +58,7 @@ def test_the_recipes_are_all_there():
 
 def test_recipes_say_what_they_need():
     def needing(attribute):
-        return {name for name in recipes.RECIPES if getattr(get_recipe(name), attribute)}
+        return {name for name in recipes.RECIPES if getattr(RECIPES[name], attribute)}
 
     assert needing("needs_critic") == {"ppo"}
     assert needing("needs_greedy_baseline") == {"remax"}
@@ -69,29 +69,36 @@ def test_recipes_say_what_they_need():
 
 
 def test_unknown_names_and_bad_combinations_are_refused_when_built():
-    with pytest.raises(ValueError, match="unknown recipe 'grop'; there are ppo, grpo"):
-        get_recipe("grop")
-    with pytest.raises(ValueError, match="unknown advantage 'x'; there are gae"):
+    with pytest.raises(ValueError, match=r"unknown recipe 'grop'.*\(known: ppo, grpo"):
+        RECIPES["grop"]
+    with pytest.raises(ValueError, match=r"unknown advantage 'x'.*\(known: gae"):
         Recipe("mine", "x")
-    with pytest.raises(ValueError, match="unknown policy loss 'x'; there are ppo_clip"):
+    with pytest.raises(ValueError, match=r"unknown policy loss 'x'.*\(known: ppo_clip"):
         Recipe("mine", "grpo", loss="x")
     with pytest.raises(ValueError, match=r"kl_placement='none' does not go with kl_coef=0\.1"):
         Recipe("mine", "grpo", kl_coef=0.1)
     with pytest.raises(ValueError, match=r"dual_clip=0\.5 is not above 1"):
         Recipe("mine", "grpo", dual_clip=0.5)
     with pytest.raises(ValueError, match="already"):
-        recipes.register_recipe(get_recipe("grpo"))
+        RECIPES.add(RECIPES["grpo"])
 
 
-def test_a_new_algorithm_is_a_function_and_a_line(monkeypatch):
-    monkeypatch.setattr(recipes, "RECIPES", dict(recipes.RECIPES))
-    monkeypatch.setattr(recipes, "ADVANTAGES", dict(recipes.ADVANTAGES))
-    monkeypatch.setattr(recipes, "POLICY_LOSSES", dict(recipes.POLICY_LOSSES))
-    recipes.register_advantage("score")(lambda recipe, episodes: (episodes.scores, None))
-    recipes.register_policy_loss("square")(lambda recipe, tokens: (tokens.log_probs**2, {}))
-    recipes.register_recipe(Recipe("mine", "score", loss="square", corrections=()))
+@pytest.fixture
+def registries():
+    with (
+        RECIPES.restored(),
+        recipes.ADVANTAGES.restored(),
+        recipes.POLICY_LOSSES.restored(),
+    ):
+        yield
 
-    mine = get_recipe("mine")
+
+def test_a_new_algorithm_is_a_function_and_a_line(registries):
+    recipes.ADVANTAGES.register("score")(lambda recipe, episodes: (episodes.scores, None))
+    recipes.POLICY_LOSSES.register("square")(lambda recipe, tokens: (tokens.log_probs**2, {}))
+    RECIPES.add(Recipe("mine", "score", loss="square", corrections=()))
+
+    mine = RECIPES["mine"]
     adv, _ = compute_advantages(
         mine, jnp.ones((2, 3)), jnp.array([[1, 1, 0], [1, 0, 0]]), jnp.array([0, 1]), jnp.ones(2)
     )
@@ -107,7 +114,7 @@ def test_a_new_algorithm_is_a_function_and_a_line(monkeypatch):
 def test_a_missing_input_is_named(name, missing):
     batch = random_batch(0) | {missing: None}
     with pytest.raises(ValueError, match=f"recipe '{name}' needs {missing}"):
-        compute_advantages(get_recipe(name), **batch)
+        compute_advantages(RECIPES[name], **batch)
 
 
 def test_group_recipes_give_each_token_its_episodes_advantage():
@@ -117,7 +124,7 @@ def test_group_recipes_give_each_token_its_episodes_advantage():
     given = (rewards, mask, jnp.array([0, 0]), jnp.ones(2))
     h = 0.5**0.5
     for name, a in {"grpo": h, "dapo": h, "gspo": h, "dr_grpo": 1.0, "rloo": 2.0}.items():
-        adv, returns = compute_advantages(get_recipe(name), *given)
+        adv, returns = compute_advantages(RECIPES[name], *given)
         np.testing.assert_allclose(adv, [[-a, -a, 0], [a, 0, a]], rtol=1e-4, err_msg=name)
         assert returns is None
 
@@ -126,9 +133,7 @@ def test_a_row_without_agent_tokens_does_not_shift_its_group():
     # Scores 1 and 3 alone; with a third of 0 the mean would be 4/3.
     rewards = jnp.array([[1.0, 0.0], [3.0, 0.0], [5.0, 0.0]])
     mask = jnp.array([[1, 1], [1, 0], [0, 0]])
-    adv, _ = compute_advantages(
-        get_recipe("dr_grpo"), rewards, mask, jnp.zeros(3, int), jnp.ones(3)
-    )
+    adv, _ = compute_advantages(RECIPES["dr_grpo"], rewards, mask, jnp.zeros(3, int), jnp.ones(3))
     np.testing.assert_allclose(adv, [[-1, -1], [1, 0], [0, 0]])
 
 
@@ -257,7 +262,7 @@ def loss_and_gradient(recipe, rows, width):
 @pytest.mark.parametrize("name", ["ppo", "grpo", "dr_grpo", "gspo", "cispo"])
 def test_the_update_does_not_depend_on_packing_or_padding(name):
     recipe = replace(
-        get_recipe(name),
+        RECIPES[name],
         entropy_coef=0.01,
         corrections=(CORRECTIONS["token_tis"], CORRECTIONS["sequence_tis"]),
     )
@@ -272,7 +277,7 @@ def test_the_update_does_not_depend_on_packing_or_padding(name):
 
 
 def test_grpo_loss_matches_a_numpy_loop():
-    recipe = replace(get_recipe("grpo"), entropy_coef=0.01, kl_coef=0.1)
+    recipe = replace(RECIPES["grpo"], entropy_coef=0.01, kl_coef=0.1)
     fields, _, _ = lay_out([[0, 1], [2], [3, 4]], 9)
     loss_t, stats = jax.device_get(jax.jit(policy_loss(recipe))(fields["log_probs"], fields))
     for r, c in np.ndindex(loss_t.shape):
@@ -292,12 +297,12 @@ def test_grpo_loss_matches_a_numpy_loop():
 
 
 def test_fields_follow_from_the_recipe_and_a_missing_one_is_named():
-    grpo = get_recipe("grpo")
+    grpo = RECIPES["grpo"]
     assert grpo.loss_fields == (
         *("old_log_probs", "advantages", "mask", "sampler_log_probs", "ref_log_probs"),
     )
-    assert "segment_ids" in get_recipe("gspo").loss_fields
-    assert replace(get_recipe("dapo"), corrections=()).loss_fields == (
+    assert "segment_ids" in RECIPES["gspo"].loss_fields
+    assert replace(RECIPES["dapo"], corrections=()).loss_fields == (
         *("old_log_probs", "advantages", "mask"),
     )
     zeros = jnp.zeros((1, 2))
@@ -307,5 +312,5 @@ def test_fields_follow_from_the_recipe_and_a_missing_one_is_named():
 
 
 def test_recipes_are_hashable_static_arguments():
-    assert hash(replace(get_recipe("grpo"), clip_high=0.28)) != hash(get_recipe("grpo"))
-    assert replace(get_recipe("grpo")) == get_recipe("grpo")
+    assert hash(replace(RECIPES["grpo"], clip_high=0.28)) != hash(RECIPES["grpo"])
+    assert replace(RECIPES["grpo"]) == RECIPES["grpo"]

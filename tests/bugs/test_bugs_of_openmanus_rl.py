@@ -17,7 +17,7 @@ from manus_jax.config.settings import (
     DataSettings,
     EnvSettings,
     OptimizerSettings,
-    RolloutGroup,
+    RolloutSettings,
 )
 from manus_jax.data.tasks import Task
 from manus_jax.learner.optimizer import adamw, learning_rate
@@ -119,7 +119,8 @@ def test_parameters_and_moments_are_float32_and_take_the_smallest_step_though_pr
 @pytest.mark.bug("B21")
 def test_the_defaults_warm_up_for_no_part_of_the_run_and_sample_from_the_whole_distribution():
     assert OptimizerSettings().warmup_steps == 0
-    assert (RolloutGroup().temperature, RolloutGroup().top_p, RolloutGroup().top_k) == (1.0, 1.0, 0)
+    defaults = RolloutSettings()
+    assert (defaults.temperature, defaults.top_p, defaults.top_k) == (1.0, 1.0, 0)
 
 
 class Recorder:

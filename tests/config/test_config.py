@@ -1,17 +1,19 @@
 """gin settings: what is right is read, what is wrong is one line."""
 
+import dataclasses
 from typing import Literal
 
 import pytest
 
 from manus_jax.config import binding as config
 from manus_jax.config.binding import ConfigError
+from manus_jax.config.run_config import config_text
 
 
 @config.settings("oven")
 class Oven:
     degrees: int = 180
-    hours: float = 1.0
+    hours: float = config.setting(default=1.0, above=0, at_most=24)
     trays: tuple[str, ...] = ()
     mode: Literal["fan", "grill"] = "fan"
     label: str | None = None
@@ -22,11 +24,18 @@ class Fridge:
     degrees: int = 4
 
 
+@dataclasses.dataclass(frozen=True)
+class Kitchen:
+    oven: Oven
+
+
 def load(*params, classes=(Oven,), files=()):
     config.parse(files, params)
-    built = config.build(*classes)
-    config.refuse_unread(classes)
-    return built[0]
+    read = config.setting_names(*(cls.gin_name for cls in classes))
+    readers = {"the kitchen": {"fridge.degrees"}}
+    config.refuse_unread("the test", lambda name: name not in read, readers)
+    config.refuse_unused_macros()
+    return config.build(*classes)[0]
 
 
 def test_bindings_macros_and_defaults_are_read():
@@ -46,7 +55,8 @@ def test_files_include_files_and_params_win(tmp_path):
 
 def test_the_operative_config_gives_the_same_settings_again(tmp_path):
     first = load("HOT = 250", "oven.degrees = %HOT", "oven.trays = ['x']", "oven.label = 'y z'")
-    (tmp_path / "config.gin").write_text(config.operative_config())
+    text = config_text(Kitchen(first), config.setting_names("oven"))
+    (tmp_path / "config.gin").write_text(text)
     assert load(files=[str(tmp_path / "config.gin")]) == first
 
 
@@ -62,8 +72,11 @@ def test_the_operative_config_gives_the_same_settings_again(tmp_path):
         ("oven.trays = [1]", r"is not tuple\[str, \.\.\.\]"),
         ("oven.degrees = %NOWHERE", "macro %NOWHERE is used and never set"),
         ("SPARE = 3", "macro SPARE is set, and no binding refers to it"),
-        ("fridge.degrees = 5", r"fridge\.degrees is set, and nothing in this command reads it"),
-        ("oven.degrees", "is no binding"),
+        ("fridge.degrees = 5", r"fridge\.degrees is set, but the test does not read it"),
+        ("fridge.degrees = 5", "it is read by the kitchen"),
+        ("oven.hours = 0", r"oven\.hours = 0\.0 must be above 0"),
+        ("oven.hours = 25", r"oven\.hours = 25\.0 must be at most 24"),
+        ("oven.degrees", "is not a binding"),
         ("oven.degrees = )", "configuration: "),
     ],
 )

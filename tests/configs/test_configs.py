@@ -18,7 +18,7 @@ from manus_jax.config.binding import ConfigError
 from manus_jax.learner.mesh import check_batch, make_mesh
 from manus_jax.rewards import RewardSettings
 from manus_jax.training import build as assembly
-from manus_jax.training.build_rollout import check_play, make_rollout
+from manus_jax.training.build_rollout import check_play
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("configs/**/*.gin"))
@@ -102,7 +102,7 @@ def test_a_training_config_fits_together(env, recipe, monkeypatch):
     recipe = assembly.make_recipe(config.algorithm)
     assembly.check_sizes(config, recipe)
     RewardSettings(config.algorithm.reward, config.algorithm.reward_parameters)
-    check_play(config.env, make_rollout(config.rollout, config.train.seed))
+    check_play(config.env, config.rollout)
     check_batch(
         config.data.rows, config.data.max_length, make_mesh(**dataclasses.asdict(config.mesh))
     )

@@ -14,7 +14,7 @@ from manus_jax import command, convert, evaluate
 from manus_jax.agentgym.processes import ServerProcess
 from manus_jax.agentgym.prompts import PROMPTS
 from manus_jax.agentgym.settings import open_environments
-from manus_jax.config.settings import ScratchSettings
+from manus_jax.config.settings import RolloutSettings, ScratchSettings
 from manus_jax.data.chat import ChatStream, Message
 from manus_jax.data.tasks import Task
 from manus_jax.evaluation.eval_sets import EvalSet, split_tasks
@@ -25,7 +25,6 @@ from manus_jax.models import loading as policy_source
 from manus_jax.models.huggingface import save_hf
 from manus_jax.models.transformer import Compute, Transformer, abstract_model
 from manus_jax.rollout.baseline_players import OraclePolicy
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import (
     FailedEpisode,
     Outcome,
@@ -286,16 +285,17 @@ def test_mistakes_end_in_one_line_before_anything_is_played(
         return error_of(capsys, monkeypatch, *params)
 
     assert "unknown setting evaluate.sample; did you mean 'samples'" in error("evaluate.sample = 2")
-    assert "evaluate.samples = 0: at least 1" in error("evaluate.samples = 0")
-    assert "train.seed is set, and nothing" in error("train.seed = 2")
-    assert "names no policy" in error(policies=())
+    assert "evaluate.samples = 0 must be at least 1" in error("evaluate.samples = 0")
+    text = error("train.seed = 2")
+    assert "train.seed is set, but evaluate does not read it; it is read by train" in text
+    assert "evaluate.policies is required" in error(policies=())
     assert "names 'oracle' twice" in error(policies=("oracle", "oracle"))
     text = error(policies=("oracle", "nowhere"))
     assert "'nowhere' is neither 'oracle' nor 'random' nor an existing directory" in text
-    assert "env.names names no environment" in error(envs="[]")
-    assert "unknown environment 'chess'; there are" in error(envs="['chess']")
+    assert "env.names is required" in error(envs="[]")
+    assert "unknown environment 'chess' (known: " in error(envs="['chess']")
     text = error(envs="['alfworld']")
-    assert "alfworld is not served here" in text and "choose from babyai" in text
+    assert "alfworld has no embedded server" in text and "choose from babyai" in text
     assert "alfworld has no oracle" in error(
         "env.urls = {'alfworld': ['http://127.0.0.1:1']}", envs="['alfworld']"
     )
@@ -305,7 +305,7 @@ def test_mistakes_end_in_one_line_before_anything_is_played(
         policies=("random",),
     )
     assert "unknown action format 'xml'" in error("rollout.action_format = 'xml'")
-    assert "rollout.top_p = 0 must be above 0" in error("rollout.top_p = 0.0")
+    assert "rollout.top_p = 0.0 must be above 0" in error("rollout.top_p = 0.0")
     assert "max_turns = 0" in error("rollout.max_turns = 0")
     assert "dataset file none.json does not exist" in error("evaluate.task_files = ['none.json']")
     greedy = error(

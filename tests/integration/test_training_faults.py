@@ -17,7 +17,7 @@ from test_training import ROOT, arguments, error_of, metrics
 from envs import registry
 from envs.server import build_app
 from manus_jax import train
-from manus_jax.rewards import register_reward
+from manus_jax.rewards import REWARDS
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -63,7 +63,7 @@ def test_a_run_directory_that_cannot_be_made_or_is_anothers(tmp_path, capsys, mo
     capsys.readouterr()
     other = arguments(tmp_path / "run", "train.total_steps = 1", "train.group_size = 2")
     text = error_of(capsys, monkeypatch, *other)
-    assert "holds a run of another configuration: train.group_size was 4 and is 2" in text
+    assert "holds a run with other settings: train.group_size was 4 and is 2" in text
 
 
 def test_gradients_that_are_never_finite_end_the_run(tmp_path, capsys, monkeypatch):
@@ -72,12 +72,12 @@ def test_gradients_that_are_never_finite_end_the_run(tmp_path, capsys, monkeypat
     assert "2 updates in a row had a gradient that is not finite" in text
 
 
-@register_reward("raises_for_tests")
+@REWARDS.register("raises_for_tests")
 def raises(solution_str, ground_truth, **kwargs):
     raise KeyError("answer")
 
 
-@register_reward("nan_for_tests")
+@REWARDS.register("nan_for_tests")
 def nan(solution_str, ground_truth, **kwargs):
     return float("nan")
 

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import pytest
 
+from manus_jax.config.commands import TrainConfig
 from manus_jax.config.settings import (
     AlgorithmSettings,
     ComputeSettings,
@@ -14,13 +15,13 @@ from manus_jax.config.settings import (
     MeshSettings,
     ModelSettings,
     OptimizerSettings,
-    RolloutGroup,
+    RolloutSettings,
     TrainSettings,
     WarmStartSettings,
 )
 from manus_jax.learner.mesh import MeshError, make_mesh
 from manus_jax.models.architecture import Architecture
-from manus_jax.training.learner_specs import TrainConfig, critic_spec, make_recipe, policy_spec
+from manus_jax.training.learner_specs import critic_spec, make_recipe, policy_spec
 
 QWEN_7B = Architecture("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, qkv_bias=True)
 
@@ -30,7 +31,7 @@ def config(rows=8, length=1024, attention="plain", **mesh):
         train=TrainSettings(run_dir="runs/never"),
         algorithm=AlgorithmSettings(recipe="ppo"),
         env=EnvSettings(names=("maze",)),
-        rollout=RolloutGroup(),
+        rollout=RolloutSettings(),
         engine=EngineSettings(),
         data=DataSettings(rows=rows, max_length=length),
         model=ModelSettings(),

@@ -10,7 +10,7 @@ import optax
 import pytest
 from sequences import batch_of, packed_arrays, ragged_sequences, weighted
 
-from manus_jax.algorithms.recipes import get_recipe, policy_loss
+from manus_jax.algorithms.recipes import RECIPES, policy_loss
 from manus_jax.learner import objectives
 from manus_jax.learner.mesh import make_mesh
 from manus_jax.learner.update import init_state, make_update, put_batch
@@ -40,7 +40,7 @@ def objective_on(mesh, kind):
     graphdef, shapes = abstract_model(kind, ARCH, Compute(kernel=AttentionKernel("plain", mesh)))
     if kind is Critic:
         return objectives.critic(graphdef, 0.5), shapes
-    loss = policy_loss(get_recipe("grpo"))
+    loss = policy_loss(RECIPES["grpo"])
     return objectives.policy(graphdef, loss, 0.7, with_entropy=True), shapes
 
 

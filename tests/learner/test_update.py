@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from sequences import batch_of, packed_arrays, ragged_sequences, weighted
 
-from manus_jax.algorithms.recipes import get_recipe, policy_loss
+from manus_jax.algorithms.recipes import RECIPES, policy_loss
 from manus_jax.learner import objectives
 from manus_jax.learner.mesh import MeshError, make_mesh, param_shardings, param_spec
 from manus_jax.learner.optimizer import adamw, learning_rate
@@ -28,7 +28,7 @@ def on_mesh(mesh):
 
 def policy_objective(recipe="grpo", compute=None):
     graphdef, _ = abstract_model(Transformer, ARCH, compute or Compute())
-    recipe = get_recipe(recipe)
+    recipe = RECIPES[recipe]
     return objectives.policy(
         graphdef, policy_loss(recipe), with_entropy="entropy" in recipe.loss_fields
     )
@@ -52,7 +52,7 @@ def updated_params(sequences, rows, length, mesh_sizes, recipe="grpo", steps=1):
     optimizer = optax.sgd(0.5)
     update = make_update(policy_objective(recipe, compute), optimizer, mesh, shapes)
     state = init_state(params, optimizer, mesh)
-    packed = packed_batch(sequences, rows, length, get_recipe(recipe).aggregation)
+    packed = packed_batch(sequences, rows, length, RECIPES[recipe].aggregation)
     for _ in range(steps):
         state, metrics = update(state, *put_batch(*packed, mesh))
     assert float(metrics["grad_norm"]) > 1e-2
@@ -84,7 +84,7 @@ def test_every_micro_batching_gives_the_same_parameters(rows, length, one_device
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["ppo", "grpo", "dapo", "gspo", "cispo", "rloo"])
 def test_packed_gradients_equal_unpacked_ones_over_the_whole_tree(recipe):
-    mode = get_recipe(recipe).aggregation
+    mode = RECIPES[recipe].aggregation
     norm_constant = 50.0 if mode.endswith("norm") else None
     batch = weighted(batch_of(ragged_sequences(1)), mode, norm_constant)
     objective = policy_objective(recipe)

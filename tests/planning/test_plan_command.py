@@ -9,6 +9,7 @@ from planned_runs import SETTINGS, arguments, planned, write_tiny
 
 from manus_jax import plan
 from manus_jax.config.binding import ConfigError
+from manus_jax.config.commands import read_train_config
 from manus_jax.learner.mesh import MeshError
 from manus_jax.models.architecture import ModelError
 from manus_jax.planning import topologies
@@ -16,7 +17,6 @@ from manus_jax.planning.architectures import find_architecture
 from manus_jax.planning.plans import Traffic, make_plan
 from manus_jax.planning.tables import all_reduce_note
 from manus_jax.planning.topologies import TopologyError
-from manus_jax.training.learner_specs import read_config
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ def test_without_libtpu_a_tpu_plan_is_an_estimate_and_says_what_to_install(
 
 def test_sums_of_whole_matrices_are_told_where_they_are_much_of_the_traffic(tiny):
     topology = topologies.find_topology("cuda:4x80GB")
-    config, _ = read_config([], [*SETTINGS])
+    config = read_train_config([], [*SETTINGS])
     (update,) = make_plan(config, find_architecture(tiny), topology).updates
     gather, scatter = Traffic("all-gather", 4, 1, 2e9, 0.1), Traffic("reduce-scatter", 4, 1, 1e9, 0)
     summed = Traffic("all-reduce", 4, 1, 2e9, 0.1)

@@ -43,5 +43,5 @@ def test_the_commands_behind_the_results_are_commands():
         assert topology.split(":")[0] in TPUS
         params = [*shared, f"data.rows = {rows}", *re.findall(r"--gin_param='([^']+)'", more)]
         files = ["configs/envs/textcraft.gin", "configs/recipes/grpo.gin"]
-        config, _ = plan.read_config(files, params)
+        config = plan.read_train_config(files, params)
         assert config.data.rows == int(rows)

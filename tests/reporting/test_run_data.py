@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from manus_jax.config.run_config import read_bindings
 from manus_jax.reporting.run_data import ReportError, read_metrics, read_run
-from manus_jax.training.run_directory import gin_bindings
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
@@ -52,4 +52,4 @@ def test_bindings_of_a_config() -> None:
     text = (
         "# Parameters for a:\n# ====\na.b = 3\na.c = \\\n    'long'\nd.e = ['x',\n       'y']\n\n"
     )
-    assert gin_bindings(text) == {"a.b": "3", "a.c": "'long'", "d.e": "['x', 'y']"}
+    assert read_bindings(text) == {"a.b": 3, "a.c": "long", "d.e": ["x", "y"]}

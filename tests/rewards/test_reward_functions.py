@@ -237,7 +237,7 @@ def test_weighted_adds_any_functions_and_their_turns() -> None:
 
 
 def test_the_parts_of_a_weighted_sum_are_checked_before_any_episode() -> None:
-    with pytest.raises(RewardError, match="unknown reward function 'f2'"):
+    with pytest.raises(ValueError, match="unknown reward function 'f2'"):
         RewardSettings("weighted", {"weights": {"f2": 1.0}})
     with pytest.raises(RewardError, match="parameters for 'f1', which has no weight"):
         RewardSettings("weighted", {"weights": {"env": 1.0}, "parameters": {"f1": {}}})

@@ -5,31 +5,27 @@ import math
 import pytest
 from reward_turns import Said
 
+from manus_jax.errors import UserError
 from manus_jax.rewards import (
     FACTS,
+    REWARDS,
     RewardError,
     RewardSettings,
     Score,
     compute,
-    register_reward,
-    reward_function,
-    reward_names,
 )
-from manus_jax.rewards.registry import _FUNCTIONS
 
 TURNS = (Said("a", "x", 0.25), Said("b", "y", 0.5))
 
 
 @pytest.fixture(autouse=True)
 def registry_as_it_was():
-    before = dict(_FUNCTIONS)
-    yield
-    _FUNCTIONS.clear()
-    _FUNCTIONS.update(before)
+    with REWARDS.restored():
+        yield
 
 
 def registered(result):
-    @register_reward("mine")
+    @REWARDS.register("mine")
     def mine(solution_str, ground_truth, **kwargs):
         return result() if callable(result) else result
 
@@ -38,21 +34,21 @@ def registered(result):
 
 def test_the_rewards_of_the_project_are_there_by_name() -> None:
     wanted = {"env", "goal", "format", "length", "exact_match", "f1", "bleu", "agentgym"}
-    assert wanted | {"action_similarity", "weighted"} <= set(reward_names())
+    assert wanted | {"action_similarity", "weighted"} <= set(REWARDS)
 
 
 @pytest.mark.bug("B6")
 def test_an_unknown_name_lists_the_names() -> None:
-    with pytest.raises(RewardError, match=r"unknown reward function 'f2'; there are .*bleu.*f1"):
-        reward_function("f2")
-    with pytest.raises(RewardError, match="unknown reward function 'f2'"):
+    with pytest.raises(UserError, match=r"unknown reward function 'f2'.*\(known: .*f1.*bleu"):
+        REWARDS["f2"]
+    with pytest.raises(UserError, match="unknown reward function 'f2'"):
         RewardSettings("f2")
 
 
 def test_a_registered_function_is_given_the_episode_and_its_facts() -> None:
     seen = {}
 
-    @register_reward("mine")
+    @REWARDS.register("mine")
     def compute_score(solution_str, ground_truth, *, bonus=0.0, **kwargs):
         seen.update(kwargs, solution=solution_str, truth=ground_truth)
         return 0.5 + bonus
@@ -67,7 +63,7 @@ def test_a_registered_function_is_given_the_episode_and_its_facts() -> None:
 
 def test_a_name_is_given_once() -> None:
     registered(1.0)
-    with pytest.raises(RewardError, match="there is a reward function 'mine' already"):
+    with pytest.raises(UserError, match="the reward function 'mine' is already registered"):
         registered(2.0)
 
 

@@ -1,5 +1,6 @@
 """What a format asks for is what it reads; what it cannot read is told, never sent as nothing."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -11,8 +12,7 @@ from hypothesis import strategies as st
 
 from manus_jax.agentgym.prompts import PROMPTS
 from manus_jax.agentgym.table import ENVIRONMENTS, environment
-from manus_jax.rollout import action_formats as actions
-from manus_jax.rollout.action_formats import FORMATS, ActionFormat, format_for, register_format
+from manus_jax.rollout.action_formats import FORMATS, ActionFormat, format_for
 from manus_jax.rollout.runner import STACK_BYTES
 
 FITTING = [
@@ -275,16 +275,18 @@ def test_text_that_a_server_could_not_read_is_not_sent(name: str, text: str) -> 
 
 
 def test_unknown_and_unfitting_formats_say_what_there_is() -> None:
-    with pytest.raises(ValueError, match=r"unknown action format 'xml'; there are auto, react, "):
+    with pytest.raises(ValueError, match=r"unknown action format 'xml' \(known: auto, react, "):
         format_for(environment("maze"), "xml")
     with pytest.raises(ValueError, match=r"'act' does not fit weather.*write auto or one of tool_"):
         format_for(environment("weather"), "act")
 
 
-def test_a_new_format_is_one_registration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actions, "FORMATS", dict(FORMATS))
+def test_a_new_format_is_one_registration() -> None:
     loud = ActionFormat("loud", "Shout.", "!", lambda _, action: action.upper(), str.lower)
-    register_format(loud)
-    assert format_for(environment("maze"), "loud") is loud
-    with pytest.raises(ValueError, match="there is an action format 'loud' already"):
-        register_format(loud)
+    with FORMATS.restored():
+        FORMATS.add(loud)
+        assert format_for(environment("maze"), "loud") is loud
+        with pytest.raises(ValueError, match="the action format 'loud' is already registered"):
+            FORMATS.add(loud)
+        with pytest.raises(ValueError, match="the action format 'auto' is already registered"):
+            FORMATS.add(dataclasses.replace(loud, name="auto"))

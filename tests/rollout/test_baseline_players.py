@@ -6,21 +6,23 @@ from scripted_engine import spec_of
 from envs.registry import load
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.table import ENVIRONMENTS, environment
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.engines.cancellation import Cancellation
 from manus_jax.rollout.action_formats import FORMATS, format_for
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
-from manus_jax.rollout.player import NoAnswer, Part
+from manus_jax.rollout.player import EndEpisode, EpisodeContext
 from manus_jax.rollout.prompts import Opening
 from manus_jax.rollout.runner import run_episodes
-from manus_jax.rollout.settings import RolloutSettings
 
 PARSED = [name for name, f in FORMATS.items() if "plain_line" in f.styles]
 
 
-def part(item_id: str) -> Part:
+def context(item_id: str) -> EpisodeContext:
     spec = spec_of(item_id)
     action_format = format_for(environment(spec.task.env))
-    return Part(spec, Opening((), False), action_format, RolloutSettings(), Cancellation(), 1)
+    return EpisodeContext(
+        spec, Opening((), False), action_format, RolloutSettings(), Cancellation(), 1
+    )
 
 
 @pytest.mark.parametrize("action_format", PARSED)
@@ -49,28 +51,28 @@ def test_chance_plays_valid_actions_the_same_way_every_time(pool: EnvironmentPoo
 
 @pytest.mark.parametrize("env", sorted(ENVIRONMENTS))
 def test_chance_has_something_valid_to_say_in_every_environment(env: str) -> None:
-    told = part(f"{env}_0")
+    told = context(f"{env}_0")
     player = RandomPolicy().player(told)
-    player.hear("Something is seen.")
-    said = {player.answer(turn).text for turn in range(5)}
+    player.observe("Something is seen.")
+    said = {player.act(turn).text for turn in range(5)}
     assert all(told.action_format.parse(text, environment(env).action).valid for text in said)
 
 
 def test_chance_takes_its_actions_from_what_babyai_lists() -> None:
     game = load("babyai").new_game()
     seen = game.reset(3)
-    player = RandomPolicy().player(part("babyai_3"))
-    player.hear(seen)
+    player = RandomPolicy().player(context("babyai_3"))
+    player.observe(seen)
     for turn in range(10):
-        action = part("babyai_3").action_format.parse(player.answer(turn).text, "plain_line").action
+        action = context("babyai_3").action_format.parse(player.act(turn).text, "plain_line").action
         assert f'"{action}"' in seen
 
 
 def test_an_oracle_that_knows_no_way_on_gives_up() -> None:
-    player = OraclePolicy().player(part("maze_3"))
-    player.hear("Nothing that tells a position.")
-    with pytest.raises(NoAnswer) as silence:
-        player.answer(0)
+    player = OraclePolicy().player(context("maze_3"))
+    player.observe("Nothing that tells a position.")
+    with pytest.raises(EndEpisode) as silence:
+        player.act(0)
     assert silence.value.reason == "gave_up"
 
 
@@ -82,10 +84,10 @@ def test_environments_without_an_oracle_are_refused_with_those_that_have_one() -
 
 def test_chance_searches_and_clicks_in_a_shop() -> None:
     game = load("webshop").new_game()
-    player = RandomPolicy().player(part("webshop_3"))
+    player = RandomPolicy().player(context("webshop_3"))
     wish = game.reset(3)
-    player.hear(wish)
-    searched = part("webshop_3").action_format.parse(player.answer(0).text, "line").action
+    player.observe(wish)
+    searched = context("webshop_3").action_format.parse(player.act(0).text, "line").action
     assert searched.startswith("search[") and searched[7:-1] in wish
-    player.hear(game.step(searched).observation)
-    assert "\nclick[" in player.answer(1).text
+    player.observe(game.step(searched).observation)
+    assert "\nclick[" in player.act(1).text

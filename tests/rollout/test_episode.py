@@ -10,12 +10,11 @@ from scripted_engine import ScriptedEngine, oracle, says, spec_of
 
 from envs.maze.game import MazeGame
 from manus_jax.agentgym.pool import EnvironmentPool
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.data.chat import ChatTemplateError
 from manus_jax.engines.protocol import Sampling
 from manus_jax.rollout.episode import play_episode
 from manus_jax.rollout.llm_player import EngineAgent, turn_seed
-from manus_jax.rollout.prompts import PromptSettings
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import FailedEpisode, Trajectory, episode_specs
 
 EngineOf = Callable[..., ScriptedEngine]
@@ -24,11 +23,13 @@ UP = "Thought:\nup\n\nAction:\nmove up"
 
 def settings(**changes: object) -> RolloutSettings:
     usual = {"max_turns": 40, "max_total_tokens": 8192}
-    return RolloutSettings(prompt=PromptSettings(layout="acknowledged"), **(usual | changes))
+    return RolloutSettings(prompt_layout="acknowledged", **(usual | changes))
 
 
-def played(engine: ScriptedEngine, pool: EnvironmentPool, item_id: str, **changes: object):
-    agent = EngineAgent(engine, engine.tokenizer)
+def played(
+    engine: ScriptedEngine, pool: EnvironmentPool, item_id: str, seed: int = 0, **changes: object
+):
+    agent = EngineAgent(engine, engine.tokenizer, seed)
     return play_episode(spec_of(item_id), agent, pool, settings(**changes))
 
 
@@ -146,7 +147,7 @@ def test_a_turn_that_is_cut_goes_on_behind_an_end_that_is_not_trained(
 ) -> None:
     engine = engine_of(says(UP), stops=False)
     trajectory = played(
-        engine, pool, "maze_3", max_turns=2, sampling=Sampling(max_tokens=20), min_turn_tokens=1
+        engine, pool, "maze_3", max_turns=2, max_tokens_per_turn=20, min_turn_tokens=1
     )
     [segment] = trajectory.segments
     stop_id = engine.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -163,9 +164,7 @@ def test_a_model_that_never_stops_is_bounded_in_every_turn_and_in_all(
     engine_of: EngineOf, pool: EnvironmentPool
 ) -> None:
     engine = engine_of(says("on and on "), stops=False)
-    trajectory = played(
-        engine, pool, "maze_3", sampling=Sampling(max_tokens=100), max_total_tokens=800
-    )
+    trajectory = played(engine, pool, "maze_3", max_tokens_per_turn=100, max_total_tokens=800)
     assert trajectory.end_reason == "context"
     assert 1 < len(trajectory.turns) < 40
     [segment] = trajectory.segments
@@ -200,12 +199,13 @@ def test_a_prompt_that_leaves_room_for_exactly_one_turn_is_played(
     probe = engine_of(says(UP))
     opening = len(played(probe, pool, "maze_3", max_turns=1).segments[0].token_ids)
     turn = len(probe.generations[0].token_ids)
-    sampling = Sampling(max_tokens=turn)
-    trajectory = played(engine_of(says(UP), max_length=opening), pool, "maze_3", sampling=sampling)
+    trajectory = played(
+        engine_of(says(UP), max_length=opening), pool, "maze_3", max_tokens_per_turn=turn
+    )
     assert (len(trajectory.turns), trajectory.end_reason) == (1, "context")
     assert not trajectory.turns[0].cut
     shorter = played(
-        engine_of(says(UP), max_length=opening - 1), pool, "maze_3", sampling=sampling,
+        engine_of(says(UP), max_length=opening - 1), pool, "maze_3", max_tokens_per_turn=turn,
         min_turn_tokens=turn,
     )  # fmt: skip
     assert shorter.kind == "prompt_too_long"
@@ -296,13 +296,11 @@ def test_the_engine_is_asked_to_stop_where_a_turn_ends_and_for_what_was_set(
     engine_of: EngineOf, pool: EnvironmentPool
 ) -> None:
     engine = engine_of(says(UP))
-    sampling = Sampling(temperature=0.5, top_p=0.9, max_tokens=50, stop_ids=(3,))
-    played(engine, pool, "maze_3", max_turns=1, sampling=sampling)
+    sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_tokens_per_turn": 50}
+    played(engine, pool, "maze_3", max_turns=1, **sampling)
     [request] = engine.requests
     stop_id = engine.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert set(request.sampling.stop_ids) == {3, stop_id}
-    assert (request.sampling.temperature, request.sampling.top_p) == (0.5, 0.9)
-    assert request.sampling.max_tokens == 50
+    assert request.sampling == Sampling(0.5, 0.9, 7, max_tokens=50, stop_ids=(stop_id,))
 
 
 def test_another_format_is_asked_for_and_read(engine_of: EngineOf, pool: EnvironmentPool) -> None:
@@ -332,7 +330,13 @@ def test_a_tokenizer_without_chat_template_is_refused_at_once(
         {"invalid_action_penalty": -0.1},
         {"max_in_flight": 0},
         {"generation_timeout": 0},
-        {"sampling": Sampling(max_tokens=0)},
+        {"max_tokens_per_turn": 0},
+        {"min_turn_tokens": 0},
+        {"max_observation_chars": 0},
+        {"temperature": -0.1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -1},
     ],
 )
 def test_settings_that_cannot_work_are_refused(wrong) -> None:

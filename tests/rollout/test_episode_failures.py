@@ -15,11 +15,10 @@ from manus_jax.agentgym.health import BackOff, HealthPolicy
 from manus_jax.agentgym.leases import PoolSettings
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.processes import ProcessSettings, ServerSupervisor
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.engines.protocol import EngineError, Generation, Request
 from manus_jax.rollout.episode import play_episode
 from manus_jax.rollout.llm_player import EngineAgent
-from manus_jax.rollout.prompts import PromptSettings
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import FailedEpisode, Trajectory
 
 EngineOf = Callable[..., ScriptedEngine]
@@ -27,9 +26,7 @@ SOON = BackOff(first=0.05)
 
 
 def settings(**changes: object) -> RolloutSettings:
-    return RolloutSettings(
-        prompt=PromptSettings(layout="acknowledged"), max_total_tokens=8192, **changes
-    )
+    return RolloutSettings(prompt_layout="acknowledged", max_total_tokens=8192, **changes)
 
 
 @contextlib.contextmanager

@@ -4,12 +4,12 @@ import pytest
 
 from manus_jax.agentgym.prompts import PROMPTS
 from manus_jax.agentgym.table import ENVIRONMENTS, environment
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.data.chat import Message
 from manus_jax.data.tasks import Task
 from manus_jax.rollout.action_formats import FORMATS, format_for
 from manus_jax.rollout.prompts import (
     ACKNOWLEDGEMENT,
-    PromptSettings,
     cut_middle,
     opening,
     rejoined,
@@ -31,7 +31,7 @@ def test_every_environment_is_told_its_game_and_the_form_that_will_be_parsed(env
         if row.action not in action_format.styles:
             continue
         chosen = format_for(row, action_format.name)
-        settings = PromptSettings(layout=layout)
+        settings = RolloutSettings(prompt_layout=layout)
         messages = opening(Task(env, 0, f"{env}_0"), chosen, settings).messages("What you see.")
         text = "\n".join(message.content for message in messages)
         assert PROMPTS[env].instruction in text
@@ -45,7 +45,7 @@ def test_every_environment_is_told_its_game_and_the_form_that_will_be_parsed(env
 
 def test_layouts() -> None:
     def laid_out(layout: str) -> tuple[Message, ...]:
-        return opening(MAZE, FORMATS["act"], PromptSettings(layout=layout)).messages("seen")
+        return opening(MAZE, FORMATS["act"], RolloutSettings(prompt_layout=layout)).messages("seen")
 
     assert roles(laid_out("user")) == ["user"]
     assert roles(laid_out("system")) == ["system", "user"]
@@ -55,27 +55,28 @@ def test_layouts() -> None:
 
 
 def test_examples_can_be_left_out() -> None:
-    without = opening(MAZE, FORMATS["react"], PromptSettings(examples=0)).messages("seen")
+    without = opening(MAZE, FORMATS["react"], RolloutSettings(prompt_examples=0)).messages("seen")
     assert "For example, this observation" not in without[0].content
 
 
 def test_a_datasets_prompt_comes_in_place_of_the_environments() -> None:
     told = "Find the exit. Write Thought: and Action: lines."
     task = Task("maze", 3, "maze_3", prompt=(Message("user", told),))
-    settings = PromptSettings(source="dataset", layout="acknowledged")
+    settings = RolloutSettings(prompt_source="dataset", prompt_layout="acknowledged")
     messages = opening(task, FORMATS["react"], settings).messages("seen")
     assert messages == (
         Message("user", told),
         Message("assistant", ACKNOWLEDGEMENT),
         Message("user", "seen"),
     )
-    joined = opening(task, FORMATS["react"], PromptSettings(source="dataset")).messages("seen")
+    settings = RolloutSettings(prompt_source="dataset")
+    joined = opening(task, FORMATS["react"], settings).messages("seen")
     assert joined == (Message("user", f"{told}\n\nseen"),)
 
 
 def test_a_datasets_prompt_that_shows_another_form_is_told_the_one_that_is_parsed() -> None:
     task = Task("maze", 3, "maze_3", prompt=(Message("user", "Answer with <answer> tags."),))
-    settings = PromptSettings(source="dataset")
+    settings = RolloutSettings(prompt_source="dataset")
     [message] = opening(task, FORMATS["act"], settings).messages("seen")
     assert message.content.startswith("Answer with <answer> tags.")
     assert FORMATS["act"].instruction in message.content
@@ -89,12 +90,13 @@ def test_a_dataset_prompt_with_a_system_turn_keeps_it() -> None:
         ("system", ["system", "user"]),
         ("acknowledged", ["system", "user", "assistant", "user"]),
     ):
-        settings = PromptSettings(source="dataset", layout=layout)
+        settings = RolloutSettings(prompt_source="dataset", prompt_layout=layout)
         assert roles(opening(task, FORMATS["react"], settings).messages("seen")) == wanted
 
 
 def test_a_row_without_a_prompt_falls_back_to_the_environments() -> None:
-    [message] = opening(MAZE, FORMATS["react"], PromptSettings(source="dataset")).messages("seen")
+    settings = RolloutSettings(prompt_source="dataset")
+    [message] = opening(MAZE, FORMATS["react"], settings).messages("seen")
     assert PROMPTS["maze"].instruction in message.content
 
 
@@ -113,13 +115,15 @@ def test_what_memory_leaves_out_is_said() -> None:
     assert text.endswith("\n\nthe newest")
 
 
-@pytest.mark.parametrize("wrong", [{"source": "x"}, {"layout": "x"}, {"examples": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"prompt_source": "x"}, {"prompt_layout": "x"}, {"prompt_examples": -1}]
+)
 def test_wrong_settings_are_refused(wrong) -> None:
     with pytest.raises(ValueError, match="prompt"):
-        PromptSettings(**wrong)
+        RolloutSettings(**wrong)
 
 
 def test_an_agent_that_needs_no_telling_opens_with_the_observation_alone() -> None:
-    settings = PromptSettings(source="observation")
+    settings = RolloutSettings(prompt_source="observation")
     [message] = opening(MAZE, FORMATS["react"], settings).messages("seen")
     assert (message.role, message.content) == ("user", "seen")

@@ -14,21 +14,18 @@ from scripted_engine import ScriptedEngine, oracle, says, spec_of
 from manus_jax.agentgym.leases import PoolSettings
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.settings import open_environments
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.data.chat import ChatTemplateError
 from manus_jax.data.tasks import Task
 from manus_jax.engines.protocol import Generation, Request
 from manus_jax.rollout import runner
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
 from manus_jax.rollout.llm_player import EngineAgent
-from manus_jax.rollout.prompts import PromptSettings
 from manus_jax.rollout.runner import run_episodes
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import EpisodeSpec, FailedEpisode, Outcome, Trajectory
 
 EngineOf = Callable[..., ScriptedEngine]
-SETTINGS = RolloutSettings(
-    prompt=PromptSettings(layout="acknowledged"), max_total_tokens=8192, max_turns=60
-)
+SETTINGS = RolloutSettings(prompt_layout="acknowledged", max_total_tokens=8192, max_turns=60)
 
 
 @pytest.fixture(scope="module")
@@ -242,10 +239,10 @@ def test_episodes_that_do_not_end_are_left_behind_after_a_grace(
     stop, release = threading.Event(), threading.Event()
 
     class Stuck(RandomPolicy):
-        def player(self, part):
+        def player(self, context):
             stop.set()
             release.wait()
-            return super().player(part)
+            return super().player(context)
 
     try:
         outcomes = run_episodes([spec_of("textcraft_1")], Stuck(), narrow_pool, SETTINGS, stop=stop)
@@ -264,7 +261,7 @@ def test_a_template_that_refuses_the_layout_is_refused_before_anything_is_played
         + chat_tokenizer.chat_template
     )
     engine = engine_of(says(""))
-    system = RolloutSettings(prompt=PromptSettings(layout="system"))
+    system = RolloutSettings(prompt_layout="system")
     with pytest.raises(ChatTemplateError, match=r"refuses roles \['system', 'user'\]: no system"):
         run_episodes([spec_of("maze_3")], EngineAgent(engine, strict), pool, system)
     assert engine.requests == []

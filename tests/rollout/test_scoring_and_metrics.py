@@ -1,11 +1,12 @@
 """Reward functions on episodes, and the numbers told about a batch."""
 
 import dataclasses
+import threading
 
 import pytest
 from made_trajectories import forked, made, segment, two_turns
 
-from manus_jax.rewards import RewardError, RewardSettings
+from manus_jax.rewards import REWARDS, RewardError, RewardSettings
 from manus_jax.rollout.metrics import rollout_metrics
 from manus_jax.rollout.scoring import score_episode, score_episodes
 from manus_jax.rollout.trajectory import FailedEpisode, Trajectory
@@ -55,6 +56,22 @@ def test_an_episode_that_cannot_be_scored_is_dropped_or_raised_as_the_caller_say
     assert isinstance(bad, FailedEpisode) and bad.kind == "reward"
     assert "'f1' failed on episode b" in bad.error
     assert failed is FAILED
+
+
+def test_episodes_are_scored_at_the_same_time_and_keep_their_order() -> None:
+    together = threading.Barrier(4, timeout=20)
+
+    with REWARDS.restored():
+
+        @REWARDS.register("waits")
+        def waits(solution_str, ground_truth, **facts):
+            together.wait()
+            return 1.0
+
+        outcomes = [two_turns("a"), FAILED, two_turns("b"), two_turns("c"), two_turns("d")]
+        scored = score_episodes(outcomes, RewardSettings("waits"), "raise")
+    assert [outcome.spec.uid for outcome in scored] == ["a", "f", "b", "c", "d"]
+    assert all(outcome.score.total == 1.0 for outcome in scored if isinstance(outcome, Trajectory))
 
 
 @pytest.mark.bug("B10")

@@ -8,14 +8,14 @@ from scripted_engine import Script, ScriptedEngine, oracle
 
 from manus_jax.agentgym.settings import open_environments
 from manus_jax.agentgym.table import environment
+from manus_jax.config.settings import RolloutSettings
 from manus_jax.data.chat import ChatStream
 from manus_jax.data.tasks import Task, read_tasks
-from manus_jax.engines.protocol import Request, Sampling
+from manus_jax.engines.protocol import Request
 from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.llm_player import EngineAgent
-from manus_jax.rollout.prompts import PromptSettings, opening
+from manus_jax.rollout.prompts import opening
 from manus_jax.rollout.runner import run_episodes
-from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import Trajectory, episode_specs
 from manus_jax.traces import main
 
@@ -28,7 +28,7 @@ LONG = 100_000  # the small tokenizer makes many tokens; nothing is to be cut
 def told_apart(script: Script, task: Task) -> Script:
     """A script that hears the first observation without the instruction it is joined to."""
     action_format = format_for(environment(task.env))
-    [instruction] = opening(task, action_format, PromptSettings()).before
+    [instruction] = opening(task, action_format, RolloutSettings()).before
 
     def heard(request: Request, observation: str) -> str:
         return script(request, observation.removeprefix(f"{instruction.content}\n\n"))
@@ -47,7 +47,7 @@ def test_a_trace_has_the_tokens_of_the_same_episode_played_through_an_engine(
         max_turns=200,
         max_total_tokens=LONG,
         max_observation_tokens=LONG,
-        sampling=Sampling(max_tokens=2000),
+        max_tokens_per_turn=2000,
     )
     with open_environments({env: "embedded"}) as pool:
         for trace in traces:
@@ -69,7 +69,7 @@ def test_the_prompt_of_a_trace_opens_the_same_episode_as_the_environments_own(
     [task] = read_tasks(path)
     action_format = format_for(environment("maze"))
     told = [
-        opening(task, action_format, PromptSettings(source=source)).messages("seen")
+        opening(task, action_format, RolloutSettings(prompt_source=source)).messages("seen")
         for source in ("dataset", "environment")
     ]
     assert told[0] == told[1]

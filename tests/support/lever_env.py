@@ -7,7 +7,7 @@ from manus_jax.agentgym.prompts import EnvironmentPrompt, Example
 from manus_jax.agentgym.registration import register_environment
 from manus_jax.agentgym.rewards import RewardKind, RewardRule
 from manus_jax.agentgym.table import EnvironmentRow
-from manus_jax.rewards import register_reward
+from manus_jax.rewards import REWARDS
 
 LEVERS = ("pull one", "pull two", "pull three")
 RIGHT = ("pull two", "pull three")
@@ -67,6 +67,6 @@ register_environment(
 LOTS = random.Random(0)
 
 
-@register_reward("by_lot")
+@REWARDS.register("by_lot")
 def by_lot(solution_str, ground_truth, **kwargs):
     return float(LOTS.random() < 0.3)

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from manus_jax.algorithms import recipes
-from manus_jax.algorithms.recipes import Recipe, policy_loss, register_policy_loss, register_recipe
+from manus_jax.algorithms.recipes import POLICY_LOSSES, RECIPES, Recipe, needs, policy_loss
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.settings import AlgorithmSettings, EngineSettings
 from manus_jax.data.tasks import Task
+from manus_jax.errors import UserError
 from manus_jax.learner.packing import PackedRows, RowShape, add_packing
 from manus_jax.rollout.batch import TOKEN_COLUMNS, RewardAllocation, to_batch
 from manus_jax.rollout.trajectory import EpisodeSpec, Segment, Trajectory, Turn
@@ -33,23 +33,25 @@ def episode():
 
 
 @pytest.fixture
-def late(monkeypatch):
+def late():
     """A field that says how late in the episode a token's turn is, and a loss that reads it."""
-    monkeypatch.setattr(TOKEN_COLUMNS, "_items", {})
-    for known in (recipes.POLICY_LOSSES, recipes.RECIPES):
-        monkeypatch.setitem(known, "late", None)
+    with TOKEN_COLUMNS.restored(), POLICY_LOSSES.restored(), RECIPES.restored():
+        _register_late()
+        yield
 
+
+def _register_late():
     @TOKEN_COLUMNS.register("lateness")
     def lateness(trajectory, segment):
         turns = trajectory.segments[segment].turn_ids
         return (turns + 1) / len(trajectory.turns)
 
-    @register_policy_loss("late", "lateness")
+    @POLICY_LOSSES.register("late")
+    @needs("lateness")
     def loss(recipe, tokens):
         return -tokens.fields["lateness"] * tokens.advantages * tokens.log_probs, {}
 
-    del recipes.RECIPES["late"]
-    register_recipe(Recipe("late", "grpo", loss="late", corrections=()))
+    RECIPES.add(Recipe("late", "grpo", loss="late", corrections=()))
 
 
 def test_a_column_is_in_every_batch_and_in_the_packed_rows_of_the_learner(late):
@@ -91,8 +93,13 @@ def test_a_field_of_another_length_names_itself_and_the_episode(late):
         TOKEN_COLUMNS.register("turn_ids")(short)
 
 
-def test_an_engine_is_made_by_name_and_closed_at_the_end(monkeypatch):
-    monkeypatch.setattr(playing, "ENGINES", dict(playing.ENGINES))
+@pytest.fixture
+def engines():
+    with playing.ENGINES.restored():
+        yield playing.ENGINES
+
+
+def test_an_engine_is_made_by_name_and_closed_at_the_end(engines):
     closed = []
 
     class Silent:
@@ -103,7 +110,7 @@ def test_an_engine_is_made_by_name_and_closed_at_the_end(monkeypatch):
 
     made = []
 
-    @playing.register_engine("silent")
+    @engines.register("silent")
     def make(source, params, settings, max_length):
         made.append((source, params, settings.options, max_length))
         return Silent()
@@ -113,18 +120,18 @@ def test_an_engine_is_made_by_name_and_closed_at_the_end(monkeypatch):
     with playing.open_engine("source", "params", settings, 64) as engine:
         assert isinstance(engine, Silent) and not closed
     assert closed and made == [("source", "params", {"volume": 0}, 64)]
-    with pytest.raises(ValueError, match="there is an engine 'silent' already"):
-        playing.register_engine("silent")(make)
+    with pytest.raises(ValueError, match="the engine 'silent' is already registered"):
+        engines.register("silent")(make)
 
 
 def test_an_engine_that_is_not_there_lists_those_that_are():
-    with pytest.raises(ConfigError, match=r"engine\.name = 'loud'; there are jax"):
+    with pytest.raises(UserError, match=r"unknown engine 'loud' \(known: jax"):
         playing.check_engine(EngineSettings(name="loud"))
-    with pytest.raises(ConfigError, match="has 'volume', and the engine 'jax' has no options"):
+    with pytest.raises(ConfigError, match="has 'volume', but the engine 'jax' has no options"):
         playing.check_engine(EngineSettings(options={"volume": 1}))
 
 
 def test_recipes_without_fields_of_their_own_want_none():
-    for name in recipes.RECIPES:
-        assert recipes.get_recipe(name).extra_fields == ()
-        assert dataclasses.replace(recipes.get_recipe(name), entropy_coef=0.1).extra_fields == ()
+    for name in RECIPES:
+        assert RECIPES[name].extra_fields == ()
+        assert dataclasses.replace(RECIPES[name], entropy_coef=0.1).extra_fields == ()

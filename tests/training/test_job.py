@@ -54,7 +54,7 @@ def test_a_laptop_is_alone_and_off_means_off(monkeypatch):
 def test_settings_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match=r"process_id = 2 of distributed.processes = 2"):
         DistributedSettings(processes=2, process_id=2)
-    with pytest.raises(ConfigError, match=r"distributed.heartbeat_s = 0.5: at least 1"):
+    with pytest.raises(ConfigError, match=r"distributed.heartbeat_s = 0.5 must be at least 1"):
         DistributedSettings(heartbeat_s=0.5)
 
 

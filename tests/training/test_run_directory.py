@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+from manus_jax.config.commands import READS, read_sft_config, read_train_config
+from manus_jax.config.run_config import config_text, read_bindings
+from manus_jax.training import build
 from manus_jax.training.run_directory import RunDirectory, RunDirectoryError
 
 CONFIG = """\
@@ -45,6 +48,19 @@ def test_what_is_learned_may_not(tmp_path, old, new, named):
     assert (tmp_path / "run" / "config.gin").read_text() == CONFIG
 
 
+def test_a_setting_that_the_older_file_does_not_have_counts_as_its_default(tmp_path):
+    RunDirectory(tmp_path / "run", CONFIG)
+    RunDirectory(tmp_path / "run", CONFIG + "train.batch_size = 32\n")
+    with pytest.raises(RunDirectoryError, match=r"train\.val_tasks was 64 and is 5"):
+        RunDirectory(tmp_path / "run", CONFIG + "train.val_tasks = 5\n")
+
+
+def test_a_file_that_is_not_gin_is_refused(tmp_path):
+    (tmp_path / "config.gin").write_text("(SftSettings(run_dir='x'), None)")
+    with pytest.raises(RunDirectoryError, match="not a gin config"):
+        RunDirectory(tmp_path, CONFIG)
+
+
 @pytest.mark.slow
 def test_two_processes_do_not_write_to_one_run_and_a_killed_one_leaves_it_free(tmp_path):
     code = (
@@ -55,7 +71,31 @@ def test_two_processes_do_not_write_to_one_run_and_a_killed_one_leaves_it_free(t
         [sys.executable, "-c", code, tmp_path / "run"], stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        with pytest.raises(RunDirectoryError, match="another process is at work in "):
+        with pytest.raises(RunDirectoryError, match="another process is using "):
             RunDirectory(tmp_path / "run", CONFIG)
         other.kill()
     RunDirectory(tmp_path / "run", "")
+
+
+def test_a_changed_warm_start_is_refused_and_a_moved_one_is_not(tmp_path, monkeypatch):
+    def opened(config, text):
+        RunDirectory(config.sft.run_dir, text)
+
+    def warm_start(run, *params):
+        usual = (f"train.run_dir = '{run}'", "env.names = ['maze']", "warm_start.steps = 2")
+        config = read_train_config([], [*usual, *params])
+        build.warm_start(config, RunDirectory(run, config_text(config, READS["train"])))
+
+    monkeypatch.setattr(build.supervised, "run", opened)
+    run = tmp_path / "run"
+    warm_start(run)
+    written = run / "warm_start" / "config.gin"
+    assert read_bindings(written.read_text())["optimizer.lr"] == 1e-3
+    assert read_sft_config([str(written)], []).data.train_files == ("traces.jsonl",)
+    warm_start(run, "mesh.fsdp = 2")
+    (run / "config.gin").unlink()
+    with pytest.raises(RunDirectoryError, match=r"optimizer\.lr was 0\.001 and is 0\.01"):
+        warm_start(run, "warm_start.lr = 1e-2")
+    run.rename(tmp_path / "moved")
+    (tmp_path / "moved" / "config.gin").unlink()
+    warm_start(tmp_path / "moved")
