@@ -19,8 +19,7 @@ import pyarrow.parquet as pq
 
 from envs.game import EnvironmentSpec, GameError
 from envs.registry import UnknownEnvironment, load
-from manus_jax.agentgym.failures import EnvironmentSetupError
-from manus_jax.agentgym.settings import open_environments
+from manus_jax.agentgym.environments import open_environments
 from manus_jax.agentgym.table import environment
 from manus_jax.data.tasks import Task
 from manus_jax.rollout.action_formats import format_for
@@ -29,6 +28,7 @@ from manus_jax.rollout.prompts import opening
 from manus_jax.rollout.runner import run_episodes
 from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import FailedEpisode, Trajectory, episode_specs
+from manus_jax.servers.processes import ServerSetupError
 
 SCHEMA = pa.schema(
     [
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         made = rows(spec, options.split, options.n, options.seed)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.Table.from_pylist(made, schema=SCHEMA), options.out)
-    except (UnknownEnvironment, GameError, TraceError, EnvironmentSetupError, OSError) as error:
+    except (UnknownEnvironment, GameError, TraceError, ServerSetupError, OSError) as error:
         print(f"envs.traces: {error}", file=sys.stderr)
         return 2
     print(f"wrote {len(made)} episodes of {spec.name} to {options.out}")

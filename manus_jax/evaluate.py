@@ -4,7 +4,13 @@ from rich.console import Console
 
 from manus_jax import command
 from manus_jax.config import binding as config
-from manus_jax.config.settings import EngineSettings, EnvSettings, EvaluateSettings, RolloutGroup
+from manus_jax.config.settings import (
+    EngineSettings,
+    EnvPoolSettings,
+    EnvSettings,
+    EvaluateSettings,
+    RolloutGroup,
+)
 from manus_jax.evaluation import comparison
 from manus_jax.evaluation.tables import comparison_table
 
@@ -13,11 +19,18 @@ def main(arguments: list[str]) -> None:
     parser = config.argument_parser("evaluate", "Plays a fixed panel of tasks with policies.")
     args = parser.parse_args(arguments)
     config.parse(args.gin_file, args.gin_param)
-    classes: list[type] = [EvaluateSettings, EnvSettings, RolloutGroup, EngineSettings]
-    evaluate, env, rollout, engine = config.build(*classes)
+    classes: list[type] = [
+        EvaluateSettings,
+        EnvSettings,
+        RolloutGroup,
+        EngineSettings,
+        EnvPoolSettings,
+    ]
+    evaluate, env, rollout, engine, env_pool = config.build(*classes)
     config.refuse_unread(classes)
     results = comparison.run(
-        comparison.EvaluateConfig(evaluate, env, rollout, engine), config.operative_config()
+        comparison.EvaluateConfig(evaluate, env, rollout, engine, env_pool),
+        config.operative_config(),
     )
     console = Console()
     if not console.is_terminal:

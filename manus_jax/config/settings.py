@@ -8,6 +8,8 @@ import dataclasses
 from typing import Any, Literal
 
 from manus_jax.config.binding import ConfigError, settings
+from manus_jax.config.server_settings import EnvPoolSettings as EnvPoolSettings
+from manus_jax.config.server_settings import VllmSettings as VllmSettings
 from manus_jax.learner.packing import Overlong
 from manus_jax.models.transformer import REMAT_POLICIES
 from manus_jax.rollout.prompts import PromptSource

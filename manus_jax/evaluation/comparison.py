@@ -16,7 +16,13 @@ from typing import Any
 
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.config.binding import ConfigError
-from manus_jax.config.settings import EngineSettings, EnvSettings, EvaluateSettings, RolloutGroup
+from manus_jax.config.settings import (
+    EngineSettings,
+    EnvPoolSettings,
+    EnvSettings,
+    EvaluateSettings,
+    RolloutGroup,
+)
 from manus_jax.evaluation.eval_sets import Panel, make_panel
 from manus_jax.evaluation.play import EvaluationError, EvaluationResult, evaluate_policy
 from manus_jax.models import loading as policy_source
@@ -44,6 +50,7 @@ class EvaluateConfig:
     env: EnvSettings
     rollout: RolloutGroup
     engine: EngineSettings
+    env_pool: EnvPoolSettings = dataclasses.field(default_factory=EnvPoolSettings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +83,7 @@ def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationRe
     results: dict[str, EvaluationResult] = {}
     record = _heading(config, panel)
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(open_servers(env))
+        pool = stack.enter_context(open_servers(env, config.env_pool))
         total = len(contestants) * len(panel.specs())
         line = stack.enter_context(ProgressLine("evaluate", total))
         for one in contestants:

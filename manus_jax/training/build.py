@@ -212,7 +212,7 @@ def open_trainer(
     directory = RunDirectory(train.run_dir, operative_config)
 
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(open_servers(config.env))
+        pool = stack.enter_context(open_servers(config.env, config.env_pool))
         path = config.model.path
         if config.warm_start.steps:
             play_traces(config, directory, sources, pool)

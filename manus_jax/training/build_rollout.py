@@ -7,10 +7,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from envs import registry
+from manus_jax.agentgym.environments import open_environments
 from manus_jax.agentgym.pool import EnvironmentPool
-from manus_jax.agentgym.settings import open_environments
 from manus_jax.agentgym.table import environment
 from manus_jax.config.binding import ConfigError
+from manus_jax.config.server_settings import EnvPoolSettings
 from manus_jax.config.settings import EngineSettings, EnvSettings, RolloutGroup
 from manus_jax.engines.jax_engine import JaxEngine
 from manus_jax.engines.protocol import Engine, EngineError, Sampling
@@ -74,12 +75,12 @@ def check_play(env: EnvSettings, rollout: RolloutSettings) -> None:
 
 
 @contextlib.contextmanager
-def open_servers(env: EnvSettings) -> Iterator[EnvironmentPool]:
-    """The environments' servers, given or started here, as long as the block."""
+def open_servers(env: EnvSettings, settings: EnvPoolSettings) -> Iterator[EnvironmentPool]:
+    """The environments' servers, given or started here, for the duration of the block."""
     servers = {name: env.urls.get(name, "embedded") for name in env.names}
     with contextlib.ExitStack() as stack:
         try:
-            pool = stack.enter_context(open_environments(servers, env.servers_per_env))
+            pool = stack.enter_context(open_environments(servers, env.servers_per_env, settings))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"env.urls: {error}") from None
         yield pool

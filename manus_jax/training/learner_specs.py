@@ -19,6 +19,7 @@ from manus_jax.config.settings import (
     DataSettings,
     DistributedSettings,
     EngineSettings,
+    EnvPoolSettings,
     EnvSettings,
     MeshSettings,
     ModelSettings,
@@ -69,6 +70,7 @@ class TrainConfig:
     optimizer: OptimizerSettings
     mesh: MeshSettings
     compute: ComputeSettings
+    env_pool: EnvPoolSettings = dataclasses.field(default_factory=EnvPoolSettings)
 
 
 def read_config(files: list[str], params: list[str]) -> tuple[TrainConfig, DistributedSettings]:

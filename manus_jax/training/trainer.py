@@ -246,6 +246,7 @@ class Trainer:
         with timer.phase("update_weights"):
             self.engine.update_weights(self.weights(), step)
         metrics |= {f"engine/{name}": float(n) for name, n in self.engine.metrics().items()}
+        metrics |= {f"env_pool/{name}": float(n) for name, n in self.pool.counters().items()}
         return metrics, bad
 
     def _experience(

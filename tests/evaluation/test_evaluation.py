@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from manus_jax import command, convert, evaluate
-from manus_jax.agentgym.processes import ServerProcess
+from manus_jax.agentgym.environments import embedded_server, open_environments
 from manus_jax.agentgym.prompts import PROMPTS
-from manus_jax.agentgym.settings import open_environments
 from manus_jax.config.settings import ScratchSettings
 from manus_jax.data.chat import ChatStream, Message
 from manus_jax.data.tasks import Task
@@ -35,6 +34,7 @@ from manus_jax.rollout.trajectory import (
     trajectories,
 )
 from manus_jax.rollout.trajectory_files import read_trajectories
+from manus_jax.servers.processes import ServerProcess
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -242,7 +242,7 @@ def test_greedy_evaluation_twice_is_the_same_to_the_token(model: Path, tmp_path:
 
 
 def test_servers_that_run_elsewhere_are_played_over_agentgyms_items(tmp_path: Path) -> None:
-    server = ServerProcess("maze")
+    server = ServerProcess(embedded_server("maze"))
     try:
         while server.url is None:
             assert server.exit_status is None, server.tail

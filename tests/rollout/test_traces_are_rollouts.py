@@ -7,7 +7,7 @@ import pytest
 from scripted_engine import Script, ScriptedEngine, oracle
 
 from envs.traces import main
-from manus_jax.agentgym.settings import open_environments
+from manus_jax.agentgym.environments import open_environments
 from manus_jax.agentgym.table import environment
 from manus_jax.data.chat import ChatStream
 from manus_jax.data.tasks import Task, read_tasks
