@@ -13,6 +13,7 @@ from manus_jax.config.settings import (
 )
 from manus_jax.evaluation import comparison
 from manus_jax.evaluation.tables import comparison_table
+from manus_jax.training.build_rollout import engine_kind
 
 
 def main(arguments: list[str]) -> None:
@@ -27,9 +28,13 @@ def main(arguments: list[str]) -> None:
         EnvPoolSettings,
     ]
     evaluate, env, rollout, engine, env_pool = config.build(*classes)
+    engine_settings = None
+    if (own := engine_kind(engine.name).settings) is not None:
+        classes.append(own)
+        (engine_settings,) = config.build(own)
     config.refuse_unread(classes)
     results = comparison.run(
-        comparison.EvaluateConfig(evaluate, env, rollout, engine, env_pool),
+        comparison.EvaluateConfig(evaluate, env, rollout, engine, env_pool, engine_settings),
         config.operative_config(),
     )
     console = Console()

@@ -13,7 +13,7 @@ from manus_jax.training.following import follow
 from manus_jax.training.learner_specs import TrainConfig, read_config
 from manus_jax.training.run_directory import disk_errors
 from manus_jax.training.run_summary import print_closing
-from manus_jax.vllm.options import check_gpus_of_many, claim_gpus
+from manus_jax.vllm.open_pool import check_single_process, claim_gpus
 from manus_jax.weights.host_tensors import spread
 
 
@@ -21,10 +21,10 @@ def main(arguments: list[str]) -> None:
     parser = config.argument_parser("train", "Trains an agent with reinforcement learning.")
     args = parser.parse_args(arguments)
     settings, distributed = read_config(args.gin_file, args.gin_param)
-    settings = dataclasses.replace(settings, engine=claim_gpus(settings.engine))
+    settings = dataclasses.replace(settings, engine_settings=claim_gpus(settings.engine_settings))
     with joined(distributed, (UserError,)) as team:
         if team is not None:
-            check_gpus_of_many(settings.engine)
+            check_single_process(settings.engine_settings)
         if team is None or team.leads:
             lead(settings, team)
         else:

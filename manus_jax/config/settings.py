@@ -191,9 +191,6 @@ class EngineSettings:
     slots: int = 32  # episodes whose keys and values are kept at once
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_steps: int = 8  # tokens per stream between two looks at the queue
-    options: dict[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # of other engines: vllm_options.py
 
 
 @settings("algorithm")

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import numpy as np
@@ -98,6 +98,8 @@ class JaxEngine:
       compile_ahead: compile every program before the first request is served, in the engine's
         thread, rather than each when it is first needed.
     """
+
+    accepts_streamed_tensors: ClassVar[bool] = False
 
     def __init__(
         self,

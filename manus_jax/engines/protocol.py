@@ -7,7 +7,7 @@ seen need not be computed again. Results never depend on what else is being gene
 
 import dataclasses
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from manus_jax.errors import UserError
 
@@ -55,6 +55,9 @@ class EngineError(UserError, RuntimeError):
 
 class Engine(Protocol):
     """Thread-safe. `submit` returns at once; cancelling its future cancels the generation."""
+
+    accepts_streamed_tensors: ClassVar[bool]
+    """Whether `params` may hold tensors that are read one at a time (weights/host_tensors.py)."""
 
     @property
     def version(self) -> int:

@@ -34,7 +34,6 @@ from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory
 from manus_jax.rollout.trajectory_files import write_trajectories
 from manus_jax.training.build_rollout import (
-    check_engine,
     check_play,
     make_rollout,
     open_engine,
@@ -51,6 +50,7 @@ class EvaluateConfig:
     rollout: RolloutGroup
     engine: EngineSettings
     env_pool: EnvPoolSettings = dataclasses.field(default_factory=EnvPoolSettings)
+    engine_settings: Any = None  # the chosen engine's own group, e.g. VllmSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,6 @@ def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationRe
     evaluate, env = config.evaluate, config.env
     rollout = make_rollout(config.rollout, evaluate.seed)
     check_play(env, rollout)
-    check_engine(config.engine)
     panel = make_panel(
         env, evaluate.tasks_per_env, evaluate.task_files, evaluate.split, evaluate.samples
     )
@@ -150,7 +149,8 @@ def _playing(
 ) -> Iterator[Agent]:
     """A model in an engine of its own, gone with the block."""
     settings = dataclasses.replace(config.engine, slots=slots)
-    with open_engine(source, source.load(None), settings, length) as engine:
+    own = config.engine_settings
+    with open_engine(source, source.load(None), settings, own, length) as engine:
         yield EngineAgent(engine, source.tokenizer)
 
 

@@ -41,8 +41,8 @@ from manus_jax.rollout.settings import RolloutSettings
 from manus_jax.rollout.trajectory import episode_specs, trajectories
 from manus_jax.training import supervised
 from manus_jax.training.build_rollout import (
-    check_engine,
     check_play,
+    engine_kind,
     make_rollout,
     open_engine,
     open_servers,
@@ -63,8 +63,6 @@ from manus_jax.training.trainer import Trainer
 from manus_jax.weights.host_tensors import spread
 
 _TRACES = "traces.jsonl"
-# Engines that read weights tensor by tensor, through weights/host_tensors.py.
-_PUBLISHING = ("vllm",)
 Sources = list[tuple[str, list[Task], float]]
 
 
@@ -200,7 +198,7 @@ def open_trainer(
     reward = RewardSettings(config.algorithm.reward, config.algorithm.reward_parameters)
     rollout = make_rollout(config.rollout, train.seed)
     check_play(config.env, rollout)
-    check_engine(config.engine)
+    kind = engine_kind(config.engine.name)
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
     kernel = supervised.make_compute(config.compute, mesh).kernel
     check_batch(data.rows, data.max_length, mesh, kernel.implementation)
@@ -227,9 +225,15 @@ def open_trainer(
             checkpoints = open_checkpoints(config, directory, learners)
         stack.callback(checkpoints.close)
         policy = learners["policy"]
-        weights = _weights_for(config.engine.name, policy, team)
+        weights = _weights_for(kind.engine.accepts_streamed_tensors, policy, team)
         engine = stack.enter_context(
-            open_engine(source, weights(), config.engine, rollout.max_total_tokens)
+            open_engine(
+                source,
+                weights(),
+                config.engine,
+                config.engine_settings,
+                rollout.max_total_tokens,
+            )
         )
         agent = EngineAgent(engine, source.tokenizer)
         validation = make_rollout(config.rollout, train.seed, train.val_temperature)
@@ -267,16 +271,16 @@ def _make_tokenizer(config: TrainConfig, directory: RunDirectory) -> None:
         policy_source.from_scratch(config.scratch, texts, config.train.seed, model)
 
 
-def _weights_for(engine: str, policy: Learner, team: Team | None) -> Callable[[], Params]:
+def _weights_for(streamed: bool, policy: Learner, team: Team | None) -> Callable[[], Params]:
     """The policy's weights of the moment, as an engine takes them.
 
-    Of weights that lie on several processes, an engine that publishes them reads one tensor at a
-    time; any other has a model of its own here, and gets it whole.
+    Weights on several processes are gathered one tensor at a time if the engine accepts streamed
+    tensors, and all at once otherwise.
     """
     if team is None:
         return lambda: policy.state.params
     tensors = lambda: spread(policy.state.params, team.together)
-    if engine in _PUBLISHING:
+    if streamed:
         return tensors
     return lambda: jax.tree.map(np.asarray, tensors())
 

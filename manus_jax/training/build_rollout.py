@@ -4,23 +4,26 @@ Training and evaluation play through the same parts, so that they mean the same 
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from envs import registry
 from manus_jax.agentgym.environments import open_environments
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.table import environment
 from manus_jax.config.binding import ConfigError
-from manus_jax.config.server_settings import EnvPoolSettings
+from manus_jax.config.server_settings import EnvPoolSettings, VllmSettings
 from manus_jax.config.settings import EngineSettings, EnvSettings, RolloutGroup
 from manus_jax.engines.jax_engine import JaxEngine
-from manus_jax.engines.protocol import Engine, EngineError, Sampling
+from manus_jax.engines.protocol import Engine, Sampling
 from manus_jax.models.loading import PolicySource
 from manus_jax.models.transformer import Params
 from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.prompts import PromptSettings
 from manus_jax.rollout.settings import RolloutSettings
-from manus_jax.vllm.options import open_vllm, parse_options
+from manus_jax.vllm.open_pool import open_vllm
+from manus_jax.vllm.pool import VllmPool
 
 
 def make_rollout(
@@ -86,27 +89,48 @@ def open_servers(env: EnvSettings, settings: EnvPoolSettings) -> Iterator[Enviro
         yield pool
 
 
-EngineFactory = Callable[[PolicySource, Params, EngineSettings, int], Engine]
-"""(model, its weights, settings, most tokens of a stream) → a running engine."""
-
-ENGINES: dict[str, EngineFactory] = {}
+EngineFactory = Callable[[PolicySource, Params, EngineSettings, Any, int], Engine]
+"""(model, weights, engine settings, the engine's own settings, max_length) → a running engine."""
 
 
-def register_engine(name: str) -> Callable[[EngineFactory], EngineFactory]:
-    """Decorator: makes `make(source, params, settings, max_length)` an engine, `engine.name`."""
+@dataclasses.dataclass(frozen=True)
+class EngineKind:
+    """A registered engine: its class, which has the capabilities, and how it is opened."""
 
-    def register(make: EngineFactory) -> EngineFactory:
+    engine: type[Engine]
+    settings: type | None  # its own gin group, read only if this engine is chosen
+    open: EngineFactory
+
+
+ENGINES: dict[str, EngineKind] = {}
+
+
+def register_engine(
+    name: str, engine: type[Engine], settings: type | None = None
+) -> Callable[[EngineFactory], EngineFactory]:
+    """Decorator: registers `open(source, params, settings, own_settings, max_length)`.
+
+    `settings` is the engine's own gin group (`config.binding.settings`), if it has one.
+    """
+
+    def register(open_: EngineFactory) -> EngineFactory:
         if name in ENGINES:
             raise ValueError(f"there is an engine {name!r} already; choose another name")
-        ENGINES[name] = make
-        return make
+        ENGINES[name] = EngineKind(engine, settings, open_)
+        return open_
 
     return register
 
 
-@register_engine("jax")
+def engine_kind(name: str) -> EngineKind:
+    if name not in ENGINES:
+        raise ConfigError(f"engine.name = {name!r}; there are {', '.join(ENGINES)}")
+    return ENGINES[name]
+
+
+@register_engine("jax", JaxEngine)
 def _embedded(
-    source: PolicySource, params: Params, settings: EngineSettings, max_length: int
+    source: PolicySource, params: Params, settings: EngineSettings, own: None, max_length: int
 ) -> Engine:
     return JaxEngine(
         source.card.architecture,
@@ -119,40 +143,35 @@ def _embedded(
     )
 
 
-@register_engine("vllm")
+@register_engine("vllm", VllmPool, VllmSettings)
 def _vllm_pool(
-    source: PolicySource, params: Params, settings: EngineSettings, max_length: int
+    source: PolicySource,
+    params: Params,
+    settings: EngineSettings,
+    own: VllmSettings,
+    max_length: int,
 ) -> Engine:
     return open_vllm(
         source.card,
         params,
-        settings.options,
+        own,
         slots=settings.slots,
         dtype=settings.dtype,
         max_length=max_length,
     )
 
 
-def check_engine(settings: EngineSettings) -> None:
-    """Raises for an engine that does not exist, and for options that one of ours has not."""
-    if settings.name not in ENGINES:
-        raise ConfigError(f"engine.name = {settings.name!r}; there are {', '.join(ENGINES)}")
-    if settings.name == "jax" and settings.options:
-        option = next(iter(settings.options))
-        raise ConfigError(f"engine.options has {option!r}, and the engine 'jax' has no options")
-    if settings.name == "vllm":
-        try:
-            parse_options(settings.options)
-        except EngineError as error:
-            raise ConfigError(str(error)) from None
-
-
 @contextlib.contextmanager
 def open_engine(
-    source: PolicySource, params: Params, settings: EngineSettings, max_length: int
+    source: PolicySource,
+    params: Params,
+    settings: EngineSettings,
+    own_settings: Any,
+    max_length: int,
 ) -> Iterator[Engine]:
-    """The engine of the settings with the given weights, gone with the block."""
-    engine = ENGINES[settings.name](source, params, settings, max_length)
+    """The chosen engine with the given weights, closed at the end of the block."""
+    kind = engine_kind(settings.name)
+    engine = kind.open(source, params, settings, own_settings, max_length)
     try:
         yield engine
     finally:

@@ -37,6 +37,7 @@ from manus_jax.learner.packing import Layout
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Compute, Critic, Transformer, abstract_model
 from manus_jax.rollout.batch import sample_fields
+from manus_jax.training.build_rollout import engine_kind
 from manus_jax.training.supervised import make_compute
 
 _RECIPE_FIELDS = (
@@ -71,6 +72,7 @@ class TrainConfig:
     mesh: MeshSettings
     compute: ComputeSettings
     env_pool: EnvPoolSettings = dataclasses.field(default_factory=EnvPoolSettings)
+    engine_settings: Any = None  # the chosen engine's own group, e.g. VllmSettings
 
 
 def read_config(files: list[str], params: list[str]) -> tuple[TrainConfig, DistributedSettings]:
@@ -85,6 +87,9 @@ def read_config(files: list[str], params: list[str]) -> tuple[TrainConfig, Distr
     if built["model"].path is None:
         read.append(ScratchSettings)
         (built["scratch"],) = build(ScratchSettings)
+    if (own := engine_kind(built["engine"].name).settings) is not None:
+        read.append(own)
+        (built["engine_settings"],) = build(own)
     refuse_unread(read)
     return TrainConfig(**built), distributed
 

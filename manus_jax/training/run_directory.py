@@ -23,7 +23,7 @@ from manus_jax.errors import UserError
 
 # Bindings that leave the run's mathematics as it is.
 _MAY_CHANGE = re.compile(
-    r"^(mesh\.\w+|distributed\.\w+|engine\.(options|slots|max_steps)|env\.(urls|servers_per_env)|"
+    r"^(mesh\.\w+|distributed\.\w+|engine\.(slots|max_steps)|env\.(urls|servers_per_env)|"
     r"vllm\.\w+|env_pool\.\w+|"
     r"\w+\.(run_dir|total_steps|save_freq|test_freq|keep_checkpoints|export|next_command|"
     r"tensorboard|wandb_project))$"

@@ -9,7 +9,7 @@ import pytest
 from manus_jax.algorithms import recipes
 from manus_jax.algorithms.recipes import Recipe, policy_loss, register_policy_loss, register_recipe
 from manus_jax.config.binding import ConfigError
-from manus_jax.config.settings import AlgorithmSettings, EngineSettings
+from manus_jax.config.settings import AlgorithmSettings, EngineSettings, VllmSettings
 from manus_jax.data.tasks import Task
 from manus_jax.rollout import batch as samples
 from manus_jax.rollout.batch import (
@@ -20,7 +20,7 @@ from manus_jax.rollout.batch import (
 )
 from manus_jax.rollout.trajectory import EpisodeSpec, Segment, Trajectory, Turn
 from manus_jax.training import build_rollout as playing
-from manus_jax.training.learner_specs import make_recipe
+from manus_jax.training.learner_specs import make_recipe, read_config
 
 
 def episode():
@@ -102,31 +102,40 @@ def test_an_engine_is_made_by_name_and_closed_at_the_end(monkeypatch):
 
     class Silent:
         version, max_length = 0, 64
+        accepts_streamed_tensors = True
 
         def close(self):
             closed.append(True)
 
     made = []
 
-    @playing.register_engine("silent")
-    def make(source, params, settings, max_length):
-        made.append((source, params, settings.options, max_length))
+    @playing.register_engine("silent", Silent)
+    def make(source, params, settings, own_settings, max_length):
+        made.append((source, params, own_settings, max_length))
         return Silent()
 
-    settings = EngineSettings(name="silent", options={"volume": 0})
-    playing.check_engine(settings)
-    with playing.open_engine("source", "params", settings, 64) as engine:
+    assert playing.engine_kind("silent").engine.accepts_streamed_tensors
+    settings = EngineSettings(name="silent")
+    with playing.open_engine("source", "params", settings, {"volume": 0}, 64) as engine:
         assert isinstance(engine, Silent) and not closed
     assert closed and made == [("source", "params", {"volume": 0}, 64)]
     with pytest.raises(ValueError, match="there is an engine 'silent' already"):
-        playing.register_engine("silent")(make)
+        playing.register_engine("silent", Silent)(make)
 
 
 def test_an_engine_that_is_not_there_lists_those_that_are():
     with pytest.raises(ConfigError, match=r"engine\.name = 'loud'; there are jax"):
-        playing.check_engine(EngineSettings(name="loud"))
-    with pytest.raises(ConfigError, match="has 'volume', and the engine 'jax' has no options"):
-        playing.check_engine(EngineSettings(options={"volume": 1}))
+        playing.engine_kind("loud")
+
+
+def test_settings_of_an_engine_that_is_not_chosen_are_refused():
+    run = ["train.run_dir = 'x'", "env.names = ['maze']", "vllm.servers = 1"]
+    with pytest.raises(
+        ConfigError, match=r"vllm\.servers is set, and nothing in this command reads"
+    ):
+        read_config([], run)
+    chosen, _ = read_config([], [*run, "engine.name = 'vllm'"])
+    assert chosen.engine_settings == VllmSettings(servers=1)
 
 
 def test_recipes_without_fields_of_their_own_want_none():

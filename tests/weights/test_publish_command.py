@@ -8,9 +8,10 @@ from published_models import CARD, changed, copies, exported, model
 from vllm_loopback import LoopbackServer
 
 from manus_jax.engines.protocol import EngineError
-from manus_jax.publish import main, publish_run
+from manus_jax.publish import main
 from manus_jax.training import checkpoints
 from manus_jax.training.checkpoints import CheckpointError
+from manus_jax.vllm.publishing import publish_run
 from manus_jax.weights.manifest import published_versions
 from manus_jax.weights.mirror import Mirror
 
