@@ -8,11 +8,12 @@ import contextlib
 import socket
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import requests
 from requests.adapters import HTTPAdapter
-from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connection import HTTPConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 
@@ -27,7 +28,10 @@ class BreakableSession:
         self._session.trust_env = False
         self._session.headers.update(headers)
         adapter = HTTPAdapter(pool_connections=1, pool_maxsize=512)
-        adapter.poolmanager.pool_classes_by_scheme = self._pool_classes()
+        adapter.poolmanager.pool_classes_by_scheme = {
+            "http": _tracked(HTTPConnectionPool, self._register),
+            "https": _tracked(HTTPSConnectionPool, self._register),
+        }
         self._session.mount("http://", adapter)
         self._session.mount("https://", adapter)
 
@@ -60,24 +64,14 @@ class BreakableSession:
                 raise OSError("the session is closed")
             self._open.add(connection)
 
-    def _pool_classes(self) -> dict[str, type[HTTPConnectionPool]]:
-        """urllib3's connection pools, with connections that register themselves here."""
-        register = self._register
 
-        class Connection(HTTPConnection):
-            def connect(self) -> None:
-                super().connect()
-                register(self)
+def _tracked(pool: type[HTTPConnectionPool], register: Callable[[Any], None]) -> Any:
+    """urllib3's connection pool class, with connections that register themselves."""
+    base: Any = pool.ConnectionCls
 
-        class SecureConnection(HTTPSConnection):
-            def connect(self) -> None:
-                super().connect()
-                register(self)
+    class Connection(base):
+        def connect(self) -> None:
+            super().connect()
+            register(self)
 
-        class Pool(HTTPConnectionPool):
-            ConnectionCls = Connection
-
-        class SecurePool(HTTPSConnectionPool):
-            ConnectionCls = SecureConnection
-
-        return {"http": Pool, "https": SecurePool}
+    return type("Pool", (pool,), {"ConnectionCls": Connection})

@@ -28,13 +28,13 @@ from manus_jax.models.architecture import Architecture
 from manus_jax.vllm import routing
 from manus_jax.vllm.client import (
     IncompatibleServer,
-    PrefixCache,
     RequestRefused,
     ServerFailure,
     VllmServer,
     label_of,
 )
 from manus_jax.vllm.compatibility import check_compatible
+from manus_jax.vllm.members import Job, Member
 from manus_jax.vllm.routing import VllmServerState
 from manus_jax.weights.manifest import Identity
 
@@ -49,59 +49,6 @@ class WeightPublisher(Protocol):
     root: Path
 
     def publish(self, params: Any, version: int) -> Any: ...
-
-
-@dataclasses.dataclass
-class ServerCounters:
-    """Totals of a server since it joined."""
-
-    requests: int = 0
-    tokens: int = 0
-    failures: int = 0
-    updates: int = 0
-    paused_seconds: float = 0.0
-    busy_seconds: float = 0.0  # with a request in flight
-
-
-@dataclasses.dataclass(eq=False)
-class Member:
-    """A server of the pool. `loading` serialises the calls that read or change its weights; all
-    other fields are guarded by the pool's lock."""
-
-    server: VllmServer
-    state: VllmServerState
-    weights: Identity | None = None  # the version it was last given
-    incompatible: bool = False  # it cannot serve until it is started differently
-    loading: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-    counters: ServerCounters = dataclasses.field(default_factory=ServerCounters)
-    cache: PrefixCache = dataclasses.field(default_factory=PrefixCache)
-    busy_since: float = 0.0
-    check_at: float = 0.0  # time of the next health check
-    attended: bool = False  # a check or a return to service is running
-    to_abort: list[str] = dataclasses.field(default_factory=list)
-    aborting: bool = False
-
-    def become(self, state: VllmServerState) -> None:
-        """Changes the state, and adds up the time with requests in flight."""
-        now = time.monotonic()
-        if self.state.in_flight:
-            self.counters.busy_seconds += now - self.busy_since
-        self.state, self.busy_since = state, now
-
-
-@dataclasses.dataclass(eq=False)
-class _Job:
-    """A request. `attempt_id` names the attempt whose answer counts, `member` its server."""
-
-    request: Request
-    future: "Future[Generation]"
-    failures: int = 0
-    attempt_id: str = ""
-    member: Member | None = None
-
-    def fail(self, problem: str) -> None:
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(EngineError(problem))
 
 
 class VllmPool:
@@ -148,8 +95,8 @@ class VllmPool:
         self._target = target
         self._members: dict[str, Member] = {}
         self._homes: dict[str, str] = {}  # session → URL of the server that has its cache
-        self._waiting: deque[_Job] = deque()
-        self._flying: set[_Job] = set()
+        self._waiting: deque[Job] = deque()
+        self._flying: set[Job] = set()
         self._moves = 0
         self._down_since = time.monotonic()  # while no server is in service
         self._closed: str | None = None
@@ -189,7 +136,7 @@ class VllmPool:
             raise EngineError(f"session {request.session!r}: {problem}")
         most = min(request.sampling.max_tokens, room)
         sampling = dataclasses.replace(request.sampling, max_tokens=most)
-        job = _Job(dataclasses.replace(request, sampling=sampling), Future())
+        job = Job(dataclasses.replace(request, sampling=sampling), Future())
         with self._change:
             if self._closed is not None:
                 raise EngineError(self._closed)
@@ -293,14 +240,7 @@ class VllmPool:
             }
         for url, member in members.items():
             name = f"server/{urlsplit(url).netloc}"
-            totals = dataclasses.asdict(member.counters)
-            numbers |= {f"{name}/{key}": value for key, value in totals.items()}
-            numbers[f"{name}/tokens_per_second"] = _rate(totals["tokens"], totals["busy_seconds"])
-            numbers[f"{name}/prefix_cache_hit_rate"] = _rate(
-                member.cache.hits, member.cache.queries
-            )
-            numbers[f"{name}/in_flight"] = member.state.in_flight
-            numbers[f"{name}/ready"] = member.state.ready
+            numbers |= {f"{name}/{key}": value for key, value in member.metrics().items()}
         return numbers
 
     def _maintain(self) -> None:
@@ -397,7 +337,7 @@ class VllmPool:
             )
         return None
 
-    def _serve(self, job: _Job, member: Member, attempt_id: str) -> None:
+    def _serve(self, job: Job, member: Member, attempt_id: str) -> None:
         """One attempt at a request."""
         other_weights = self._version if self._root is None else None
         outcome: Generation | EngineError
@@ -432,11 +372,11 @@ class VllmPool:
         elif job.future.set_running_or_notify_cancel():
             job.future.set_result(outcome)
 
-    def _is_current(self, job: _Job, attempt_id: str) -> bool:
+    def _is_current(self, job: Job, attempt_id: str) -> bool:
         with self._change:
             return job in self._flying and job.attempt_id == attempt_id
 
-    def _after(self, job: _Job) -> None:
+    def _after(self, job: Job) -> None:
         """Drops a cancelled request from the queue, or aborts it on its server."""
         if not job.future.cancelled():
             return
@@ -498,7 +438,7 @@ class VllmPool:
         self._dispatch()
         self._change.notify_all()
 
-    def _retry(self, job: _Job, problem: str) -> None:
+    def _retry(self, job: Job, problem: str) -> None:
         """Puts a request back at the head of the queue, unless it failed too often."""
         self._flying.discard(job)
         job.member, job.attempt_id = None, ""
@@ -559,10 +499,6 @@ class VllmPool:
         if self._waiting and not self._serves():
             times.append(self._down_since + self._settings.patience)
         return min(1.0, max(0.005, min(times, default=now + 1.0) - now))
-
-
-def _rate(count: float, of: float) -> float:
-    return count / of if of else 0.0
 
 
 def _log_bug(task: "Future[None]") -> None:
