@@ -7,7 +7,7 @@ import pytest
 
 from manus_jax.agentgym.table import environment
 from manus_jax.config import binding as config
-from manus_jax.config.binding import settings
+from manus_jax.config import settings
 from manus_jax.rewards import RewardSettings, compute
 from manus_jax.rewards.registry import _FUNCTIONS
 from manus_jax.rollout import action_formats as actions

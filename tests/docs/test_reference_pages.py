@@ -9,7 +9,7 @@ import pytest
 
 from manus_jax.agentgym.rewards import Meaning
 from manus_jax.algorithms import aggregation, corrections, kl, recipes, reward_allocation
-from manus_jax.config.binding import settings
+from manus_jax.config import settings
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
