@@ -35,9 +35,10 @@ sys.path.pop(0)
 from envs.registry import ENVIRONMENTS as EMBEDDED
 from envs.registry import load
 from manus_jax.agentgym.client import Session
+from manus_jax.agentgym.environments import embedded_server
 from manus_jax.agentgym.failures import EnvironmentFailure
-from manus_jax.agentgym.processes import ServerProcess
 from manus_jax.agentgym.table import environment
+from manus_jax.servers.processes import ServerProcess
 
 CLIENTS = 32
 CLIENT_PROCESSES = 2
@@ -239,7 +240,7 @@ def measure_memory(name: str, server: ServerProcess, url: str, sessions: int) ->
 
 
 def measure(name: str, seconds: float, sessions: int) -> dict[str, float]:
-    server = ServerProcess(name)
+    server = ServerProcess(embedded_server(name))
     try:
         while server.url is None:
             if server.exit_status is not None:

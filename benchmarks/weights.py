@@ -31,13 +31,14 @@ import jax
 import numpy as np
 import requests
 
+from manus_jax.config.server_settings import VllmSettings
 from manus_jax.data.chat import train_tokenizer
 from manus_jax.engines.protocol import Request, Sampling
 from manus_jax.models import huggingface
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Compute, Transformer, init_params
 from manus_jax.vllm.client import VllmServer
-from manus_jax.vllm.options import open_vllm
+from manus_jax.vllm.open_pool import open_vllm
 from manus_jax.vllm.pool import VllmPool
 from manus_jax.weights.manifest import DELTA, read_manifest
 
@@ -190,10 +191,10 @@ def measure(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     train_tokenizer(["the quick brown fox jumps over the lazy dog"] * 3, 300, root / "tokenizer")
     card = huggingface.new_card(ARCH, root / "tokenizer", "bfloat16")
     params = init_params(Transformer, ARCH, Compute(), 0)
-    wanted = {"servers": 1, "weights_dir": str(root / "weights"), "snapshot_every": 10_000}
+    settings = VllmSettings(servers=1, weights_dir=str(root / "weights"), snapshot_every=10_000)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     pool = open_vllm(
-        card, params, wanted, slots=options.requests, dtype=options.dtype, max_length=MAX_LENGTH
+        card, params, settings, slots=options.requests, dtype=options.dtype, max_length=MAX_LENGTH
     )
     try:
         (url,) = pool.urls

@@ -8,15 +8,14 @@ from manus_jax.config.commands import READS, read_evaluate_config
 from manus_jax.config.run_config import config_text
 from manus_jax.evaluation import comparison
 from manus_jax.evaluation.tables import comparison_table
-from manus_jax.training.build_rollout import refuse_unread_by_engine, unread_by_engine
+from manus_jax.training.build_rollout import read_with_engine, with_engine_settings
 
 
 def main(arguments: list[str]) -> None:
     parser = argument_parser("evaluate", "Plays a fixed set of tasks with policies.")
     args = parser.parse_args(arguments)
-    settings = read_evaluate_config(args.gin_file, args.gin_param)
-    refuse_unread_by_engine(settings.engine.name)
-    read = READS["evaluate"] - unread_by_engine(settings.engine.name)
+    settings = with_engine_settings(read_evaluate_config(args.gin_file, args.gin_param))
+    read = read_with_engine(READS["evaluate"], settings.engine.name)
     results = comparison.run(settings, config_text(settings, read))
     console = Console()
     if not console.is_terminal:

@@ -8,24 +8,23 @@ from manus_jax.config.binding import argument_parser
 from manus_jax.config.commands import READS, read_train_config
 from manus_jax.config.run_config import config_text
 from manus_jax.training.build import open_trainer
-from manus_jax.training.build_rollout import refuse_unread_by_engine, unread_by_engine
+from manus_jax.training.build_rollout import read_with_engine, with_engine_settings
 from manus_jax.training.job import joined
 from manus_jax.training.run_directory import disk_errors
 from manus_jax.training.run_summary import print_summary
-from manus_jax.vllm.options import check_gpus_of_many, claim_gpus
+from manus_jax.vllm.open_pool import check_single_process, claim_gpus
 
 
 def main(arguments: list[str]) -> None:
     parser = argument_parser("train", "Trains an agent with reinforcement learning.")
     args = parser.parse_args(arguments)
-    settings = read_train_config(args.gin_file, args.gin_param)
-    refuse_unread_by_engine(settings.engine.name)
-    settings = dataclasses.replace(settings, engine=claim_gpus(settings.engine))
+    settings = with_engine_settings(read_train_config(args.gin_file, args.gin_param))
     train = settings.train
-    written = config_text(settings, READS["train"] - unread_by_engine(settings.engine.name))
+    written = config_text(settings, read_with_engine(READS["train"], settings.engine.name))
+    settings = dataclasses.replace(settings, engine_settings=claim_gpus(settings.engine_settings))
     with joined(settings.distributed) as job, disk_errors(Path(train.run_dir)):
         if job.count > 1:
-            check_gpus_of_many(settings.engine)
+            check_single_process(settings.engine_settings)
         with open_trainer(settings, written, job) as trainer:
             trainer.run()
             if train.export and not train.val_only:

@@ -58,6 +58,12 @@ run_or_print() {
 pool_options_for() {
   pool_options=(
     "--gin_param=engine.name = 'vllm'"
-    "--gin_param=engine.options = {'address_file': '$1', 'weights_dir': '$2'}"
+    "--gin_param=vllm.servers = 0"
+    "--gin_param=vllm.gpus = None"
+    "--gin_param=vllm.tensor_parallel = 1"
+    "--gin_param=vllm.gpu_memory_utilization = None"
+    "--gin_param=vllm.learner_memory_fraction = None"
+    "--gin_param=vllm.address_file = '$1'"
+    "--gin_param=vllm.weights_dir = '$2'"
   )
 }

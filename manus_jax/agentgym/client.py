@@ -1,11 +1,11 @@
 """One session on one environment server: create, reset, step, close.
 
-The one idea: the code is the same for every environment and reads the row of `table.py`; whatever
-comes back is either an observation of the game or an `EnvironmentFailure` that names the
-environment, the URL, the call and the answer. A session belongs to one thread at a time.
+The code is the same for every environment and reads the row of `table.py`. An answer is either an
+observation of the game or an `EnvironmentFailure` that names the environment, the URL, the call and
+the answer. A session belongs to one thread at a time.
 
-HTTP is the standard library's: a call takes 0.2 ms of the interpreter that all episodes share, a
-quarter of what it takes through requests, and that bounds how many episodes a trainer can play.
+Calls use the standard library's HTTP client: a call holds the interpreter for 0.2 ms, a quarter of
+what requests takes, and that bounds how many episodes a trainer can play at once.
 """
 
 import http.client
@@ -20,28 +20,21 @@ from urllib.parse import urlencode, urlsplit
 from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind, shortened
 from manus_jax.agentgym.rewards import EpisodeReward
 from manus_jax.agentgym.table import EnvironmentRow
+from manus_jax.config.server_settings import EnvPoolSettings
 
-# uvicorn drops a connection that was idle for 5 s. A request sent at that very moment would be
-# lost, and a step must not be sent twice; so an idle connection is given up before the server does.
+# uvicorn closes a connection that was idle for 5 s. A request sent at that moment would be lost,
+# and a step must not be sent twice, so idle connections are closed here first.
 _IDLE_LIMIT = 2.0
 _CHECK_TIMEOUT = 5.0
 _CLOSE_TIMEOUT = 10.0
 
 Listener = Callable[[EnvironmentFailure | None], None]
-"""Hears of every failure of a call, and, with None, of every step that went well."""
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """Seconds for one call. `read` None takes the environment's own from the table."""
-
-    connect: float = 5.0
-    read: float | None = None
+"""Called with every failure of a call, and with None after every successful step."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one action led to. The rewards of an episode's steps sum to its reward."""
+    """The result of one action. The rewards of an episode's steps sum to its reward."""
 
     observation: str
     reward: float
@@ -50,9 +43,9 @@ class StepResult:
 
 
 def server_root(row: EnvironmentRow, address: str) -> str:
-    """The URL of a server from what people write: a URL, with or without prefix, or a host.
+    """The URL of a server, given a URL with or without its prefix, or a host.
 
-    A host alone gets the environment's default port. 0.0.0.0 is an address to listen on, not one
+    A bare host gets the environment's default port. 0.0.0.0 is an address to listen on, not one
     to call, and becomes 127.0.0.1.
     """
     bare_host = "://" not in address
@@ -85,8 +78,8 @@ class Response:
     def is_page(self) -> bool:
         """A web page, which no AgentGym server has.
 
-        webarena's server (Quart) labels its plain "ok" as text/html, so the label decides nothing,
-        and tells of an exception in a page, so a 500 is none.
+        webarena's server (Quart) labels its plain "ok" as text/html, so the content type is not
+        used, and reports exceptions as pages, so a 500 does not count.
         """
         return self.status != 500 and self.content.lstrip()[:1] == b"<"
 
@@ -94,11 +87,11 @@ class Response:
 class Connection:
     """HTTP to one server over one connection, with every failure typed."""
 
-    def __init__(self, row: EnvironmentRow, root: str, timeouts: Timeouts) -> None:
+    def __init__(self, row: EnvironmentRow, root: str, settings: EnvPoolSettings) -> None:
         self.row = row
         self.root = root
-        self._timeouts = timeouts
-        self._check_timeout = min(_CHECK_TIMEOUT, timeouts.read or _CHECK_TIMEOUT)
+        self._settings = settings
+        self._check_timeout = min(_CHECK_TIMEOUT, settings.read_timeout or _CHECK_TIMEOUT)
         self._parts = urlsplit(root)
         self._http: http.client.HTTPConnection | None = None
         self._last_call = 0.0
@@ -106,8 +99,8 @@ class Connection:
     def call(
         self, method: str, path: str, body: Any = None, timeout: float | None = None
     ) -> Response:
-        """One request; raises for everything that kept an answer from arriving."""
-        read = timeout or self._timeouts.read or self.row.read_timeout
+        """One request; raises EnvironmentFailure if no answer arrives."""
+        read = timeout or self._settings.read_timeout or self.row.read_timeout
         content = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
         connection = self._connected(method, path)
@@ -159,8 +152,8 @@ class Connection:
     def check_routes(self) -> None:
         """The server is up and speaks this environment's protocol.
 
-        A step without fields changes nothing on any server, and a FastAPI server says which fields
-        it missed, which tells the two families of environments apart.
+        A step without fields changes nothing on any server. A FastAPI server replies with the
+        missing fields, which distinguishes the two families of environments.
         """
         self.check()
         path = f"{self.row.prefix}/step"
@@ -191,10 +184,10 @@ class Connection:
             kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
             host, port = self._parts.hostname or "", self._parts.port
             try:
-                connection = kind(host, port, timeout=self._timeouts.connect)
+                connection = kind(host, port, timeout=self._settings.connect_timeout)
                 connection.connect()
             except TimeoutError as error:
-                detail = f"no connection within {self._timeouts.connect:g} s"
+                detail = f"no connection within {self._settings.connect_timeout:g} s"
                 raise self.failure(FailureKind.TIMEOUT, method, path, detail) from error
             except (OSError, UnicodeError, http.client.InvalidURL) as error:
                 raise self._lost(method, path, error) from error
@@ -216,14 +209,14 @@ class Session:
         self,
         row: EnvironmentRow,
         root: str,
-        timeouts: Timeouts | None = None,
+        settings: EnvPoolSettings | None = None,
         listener: Listener | None = None,
     ) -> None:
         self.row = row
         self.root = root
         self.id: int | str | None = None
         self.listener = listener
-        self._connection = Connection(row, root, timeouts or Timeouts())
+        self._connection = Connection(row, root, settings or EnvPoolSettings())
         self._episode: EpisodeReward | None = None
         self._done = True
 
@@ -237,7 +230,7 @@ class Session:
         return self._episode.success if self._episode else False
 
     def create(self) -> None:
-        """Asks the server for a new game."""
+        """Creates a new game on the server."""
         with self._reporting():
             answer = self._call("create", "POST", self.row.create_body)
             identifier = (
@@ -268,7 +261,7 @@ class Session:
         return view
 
     def step(self, action: str) -> StepResult:
-        """Plays one action (or the model's whole text, where the server parses it)."""
+        """Plays one action (or the model's full text, where the server parses it)."""
         if self._episode is None or self._done:
             raise RuntimeError(f"{self.row.name}: the episode is over or not begun; call reset")
         body = self._with_id({"action": action})
@@ -294,13 +287,13 @@ class Session:
         return StepResult(view, reward, done, info)
 
     def close(self) -> None:
-        """Gives the game back, where the server has a route for that, and drops the connection."""
+        """Closes the game, where the server has a route for that, and the connection."""
         path = f"{self.row.prefix}/close"
         try:
             if self.id is None:
                 return
             response = self._connection.call("POST", path, self._with_id({}), _CLOSE_TIMEOUT)
-            # Servers that AgentGym gave no close route answer 404; ours have one everywhere.
+            # AgentGym servers without a close route answer 404; the embedded ones all have one.
             expected = (200,) if self.row.closes else (200, 404, 405)
             if response.status not in expected:
                 detail = f"HTTP {response.status}: {shortened(response.text)}"
@@ -320,9 +313,9 @@ class Session:
 
     @contextmanager
     def _reporting(self, item: int | None = None) -> Iterator[None]:
-        """The listener hears of a failure in the block.
+        """Reports a failure in the block to the listener.
 
-        A refusal of an item that AgentGym does not have becomes the dataset's fault.
+        The refusal of an item that AgentGym does not have is attributed to the dataset.
         """
         try:
             yield
@@ -351,7 +344,7 @@ class Session:
         except (KeyError, TypeError, AttributeError) as error:
             raise self._malformed(route, f"no observation in {shortened(repr(answer))}") from error
         if failed:
-            detail = f"what the server depends on failed: {shortened(repr(answer))}"
+            detail = f"a service that the server depends on failed: {shortened(repr(answer))}"
             raise self._failure(FailureKind.BACKEND, route, detail)
 
     def _malformed(self, route: str, detail: str) -> EnvironmentFailure:
@@ -362,7 +355,7 @@ class Session:
 
 
 def _missing_fields(response: Response) -> list[str]:
-    """The fields that a FastAPI server's 422 complains of; empty where it is none."""
+    """The fields that a FastAPI 422 response reports as missing; empty for other responses."""
     if response.status != 422:
         return []
     try:

@@ -1,41 +1,39 @@
-"""What can go wrong between an agent and its environment server, as one typed exception.
+"""Failures between an agent and its environment server, as one typed exception.
 
-The one idea: an answer either belongs to the game (an unknown action, a wrong word) and is an
-observation, or it does not (a timeout, a 500, a page of HTML) and is an `EnvironmentFailure`.
-Nothing in between becomes a reward of zero. The kind says whether another session may do better.
+An answer either belongs to the game (an unknown action, a wrong word) and is an observation, or it
+does not (a timeout, a 500, an HTML page) and is an `EnvironmentFailure`. A failure never becomes a
+reward of zero. Its kind says whether a new session may succeed.
 """
 
 import enum
-
-from manus_jax.errors import UserError
 
 _SHOWN = 200
 
 
 class FailureKind(enum.StrEnum):
-    """Why a call failed; the value is the name under which failures are counted."""
+    """Why a call failed; the value is the name in the counters."""
 
     TIMEOUT = "timeout"  # no answer in time
-    CONNECTION = "connection"  # refused, reset or dropped half-way
+    CONNECTION = "connection"  # refused, reset or dropped
     STATUS = "status"  # an HTTP status other than 200
     ERROR_ANSWER = "error_answer"  # HTTP 200 with {"error": ...}
     MALFORMED = "malformed"  # broken JSON, a missing field, a value of the wrong type
     NOT_AGENTGYM = "not_agentgym"  # HTML, or none of the protocol's routes
-    BACKEND = "backend"  # the server answered, what it depends on did not
+    BACKEND = "backend"  # the server answered, a service that it depends on did not
     ITEM = "item"  # the server refused an item outside the environment's range
-    DUPLICATE_ID = "duplicate_id"  # create handed out an id that is in use
-    NO_SERVER = "no_server"  # no server of the pool became free in time
+    DUPLICATE_ID = "duplicate_id"  # create returned an id that is in use
+    NO_SERVER = "no_server"  # no session became free in time
 
     @property
     def lost_contact(self) -> bool:
-        """The server itself is gone or hangs, so its other sessions are in doubt as well."""
+        """The server is gone or hangs, so its other sessions are suspect too."""
         return self in (FailureKind.TIMEOUT, FailureKind.CONNECTION, FailureKind.NOT_AGENTGYM)
 
     @property
     def refusal(self) -> bool:
-        """The server is there and gave no session, or no episode, of its own."""
-        said_no = (FailureKind.STATUS, FailureKind.ERROR_ANSWER, FailureKind.BACKEND)
-        return self in (*said_no, FailureKind.DUPLICATE_ID)
+        """The server answered and refused to create a session or an episode."""
+        refused = (FailureKind.STATUS, FailureKind.ERROR_ANSWER, FailureKind.BACKEND)
+        return self in (*refused, FailureKind.DUPLICATE_ID)
 
     @property
     def retryable(self) -> bool:
@@ -43,12 +41,8 @@ class FailureKind(enum.StrEnum):
         return self not in (FailureKind.ITEM, FailureKind.NO_SERVER)
 
 
-class EnvironmentSetupError(UserError, RuntimeError):
-    """Environments cannot be opened as asked; nothing was started, or all of it was stopped."""
-
-
 class EnvironmentFailure(Exception):
-    """An episode died of infrastructure. It must not become a training sample."""
+    """An infrastructure failure. The episode must not become a training sample."""
 
     def __init__(self, kind: FailureKind, env: str, url: str, call: str, detail: str) -> None:
         super().__init__(f"{env} at {url}: {call}: {detail}")
@@ -64,6 +58,6 @@ class EnvironmentFailure(Exception):
 
 
 def shortened(text: str) -> str:
-    """One line of at most about 200 characters, for messages that quote what came back."""
+    """One line of at most about 200 characters, for messages that quote an answer."""
     line = " ".join(text.split())
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}… ({len(text)} characters)"

@@ -1,9 +1,9 @@
-"""The leases on the servers of one environment.
+"""Leases on the servers of one environment.
 
-The one idea: a session is leased, never shared. A lease owns one id on one server from create (or
-from a kept, idle session) until it is given back; an id that a server hands out twice is refused.
-What happens to a server is decided by the state machine in `health.py`; here are the lock, which is
-never held during a call, the waiting and the HTTP around it.
+A session is leased, never shared. A lease owns one id on one server from create (or from a kept,
+idle session) until it is released; an id that a server hands out twice is refused. The state
+machine in `server_state.py` decides what happens to a server; this module adds the lock, which is
+never held during a call, the waiting and the HTTP calls.
 """
 
 import math
@@ -11,42 +11,30 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from manus_jax.agentgym import health
-from manus_jax.agentgym.client import Connection, Listener, Session, Timeouts, server_root
+from manus_jax.agentgym import server_state
+from manus_jax.agentgym.client import Connection, Listener, Session, server_root
 from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind
-from manus_jax.agentgym.health import BackOff, HealthPolicy, ServerState
+from manus_jax.agentgym.server_state import EnvServerState, health_policy
 from manus_jax.agentgym.table import EnvironmentRow
+from manus_jax.config.server_settings import EnvPoolSettings
 
 
 class Clock:
-    """Time as the pool uses it; tests put their own in its place."""
+    """The pool's source of time; tests substitute their own."""
 
     def now(self) -> float:
         return time.monotonic()
 
     def wait(self, condition: threading.Condition, seconds: float) -> None:
-        """Waits on a condition whose lock is held, at most so long."""
+        """Waits at most `seconds` on a condition whose lock is held."""
         condition.wait(seconds)
 
 
-@dataclass(frozen=True)
-class PoolSettings:
-    """Patience of the pool: seconds per call, seconds for a lease, attempts at an episode."""
-
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    lease_timeout: float = 600.0
-    attempts: int = 2
-    retry: BackOff = field(default_factory=BackOff)
-    health: HealthPolicy = field(default_factory=HealthPolicy)
-    sessions_per_server: int | None = None  # for environments that take much memory
-    keep_idle: float = 900.0  # seconds an unused session is kept; servers forget them too
-
-
 @dataclass
-class Held:
-    """A session in use: its server and id, whether it is a suspect server's trial, how it went."""
+class Lease:
+    """A session in use. `key` is its server and id; `trial`: it tests a suspect server."""
 
     session: Session
     key: tuple[str, int | str]
@@ -61,7 +49,7 @@ class LeaseGroup:
         self,
         row: EnvironmentRow,
         addresses: Sequence[str],
-        settings: PoolSettings,
+        settings: EnvPoolSettings,
         clock: Clock,
         chance: Callable[[], float],
         on_broken: Callable[[str, str], None] | None,
@@ -72,10 +60,10 @@ class LeaseGroup:
         self._chance = chance
         self._on_broken = on_broken
         self._changed = threading.Condition()
-        self._states: dict[str, ServerState] = {}
-        self._kept: dict[str, list[tuple[Session, float]]] = {}  # and since when
-        self._stale: list[Session] = []  # to be closed by whoever comes next
-        self._held: set[tuple[str, int | str]] = set()  # ids in use or kept idle
+        self._states: dict[str, EnvServerState] = {}
+        self._kept: dict[str, list[tuple[Session, float]]] = {}  # with the time of last use
+        self._stale: list[Session] = []  # closed by the next thread that leases
+        self._ids_in_use: set[tuple[str, int | str]] = set()  # ids in use or kept idle
         self._counts: Counter[str] = Counter()
         self._dropped: list[str] = []
         self._last_failure: EnvironmentFailure | None = None
@@ -83,9 +71,9 @@ class LeaseGroup:
         for address in addresses:
             self._add(server_root(row, address))
 
-    def acquire(self) -> Held:
-        """A session that nobody else has, within the lease timeout."""
-        deadline = self._clock.now() + self._settings.lease_timeout
+    def acquire(self) -> Lease:
+        """A session that nobody else has, within `patience` seconds."""
+        deadline = self._clock.now() + self._settings.patience
         while True:
             state, session = self._grant(deadline)
             self._close_stale()
@@ -104,29 +92,29 @@ class LeaseGroup:
                 self._give_back(state.url, state.suspect, session)
                 raise
             assert session.id is not None
-            held = Held(session, (state.url, session.id), trial=state.suspect)
-            session.listener = self._listener(held)
+            lease = Lease(session, (state.url, session.id), trial=state.suspect)
+            session.listener = self._listener(lease)
             with self._changed:
                 self._counts["leases"] += 1
-                # Where one found room there may be more: somebody who waits may try.
+                # Where there was room for one there may be more: wake one waiting thread.
                 self._changed.notify()
-            return held
+            return lease
 
-    def release(self, held: Held, clean: bool) -> None:
-        """Takes a session back: kept if it is sound and worth keeping, else closed or let go."""
-        session, (url, identifier) = held.session, held.key
+    def release(self, lease: Lease, clean: bool) -> None:
+        """Takes a session back: kept if it is sound and reusable, else closed or dropped."""
+        session, (url, identifier) = lease.session, lease.key
         session.listener = None
         with self._changed:
             in_pool = url in self._states and not self._closed
         keep = clean and in_pool and self._row.reuse and session.id == identifier
-        if keep or (held.failure is not None and held.failure.kind.lost_contact):
+        if keep or (lease.failure is not None and lease.failure.kind.lost_contact):
             session.disconnect()
         else:
             self._close_session(session)
         if keep:
-            self._give_back(url, held.trial, kept=session)
+            self._give_back(url, lease.trial, kept=session)
         else:
-            self._give_back(url, held.trial, freed=identifier)
+            self._give_back(url, lease.trial, freed=identifier)
 
     def urls(self) -> tuple[str, ...]:
         with self._changed:
@@ -162,16 +150,16 @@ class LeaseGroup:
         self._close_stale()
 
     def _check(self, url: str) -> None:
-        connection = Connection(self._row, url, self._settings.timeouts)
+        connection = Connection(self._row, url, self._settings)
         try:
             connection.check()
         finally:
             connection.close()
 
-    def _grant(self, deadline: float) -> tuple[ServerState, Session | None]:
-        """A place on the best server, and an idle session of it if there is one.
+    def _grant(self, deadline: float) -> tuple[EnvServerState, Session | None]:
+        """Room on the best server, and an idle session of it if there is one.
 
-        Waits for a place until the deadline.
+        Waits for room until the deadline.
         """
         with self._changed:
             while True:
@@ -181,27 +169,27 @@ class LeaseGroup:
                 if not self._states:
                     raise self._no_server("there is no server")
                 self._forget_stale(now)
-                state = health.choose(self._states.values(), now)
+                state = server_state.choose(self._states.values(), now)
                 if state is not None:
-                    self._states[state.url] = health.granted(state)
+                    self._states[state.url] = server_state.granted(state)
                     return state, self._take_kept(state.url)
                 if now >= deadline:
-                    # A wake-up meant for this thread may have come too late: pass it on.
+                    # A wake-up may have reached this thread too late: pass it on.
                     self._changed.notify()
-                    waited = self._settings.lease_timeout
+                    waited = self._settings.patience
                     raise self._no_server(f"no free session within {waited:g} s")
-                trial = health.next_trial(self._states.values(), now)
+                trial = server_state.next_trial(self._states.values(), now)
                 left = deadline - now
                 self._clock.wait(self._changed, left if trial is None else min(trial, left))
 
     def _created(self, url: str) -> Session:
         """A new session on a server, with an id that is not in use."""
-        session = Session(self._row, url, self._settings.timeouts)
+        session = Session(self._row, url, self._settings)
         session.create()
         assert session.id is not None
         with self._changed:
-            taken = (url, session.id) in self._held
-            self._held.add((url, session.id))
+            taken = (url, session.id) in self._ids_in_use
+            self._ids_in_use.add((url, session.id))
         if taken:
             session.disconnect()
             detail = f"the server handed out the id {session.id}, which is in use"
@@ -209,41 +197,42 @@ class LeaseGroup:
             raise EnvironmentFailure(kind, self._row.name, url, call, detail)
         return session
 
-    def _listener(self, held: Held) -> Listener:
-        def hear(failure: EnvironmentFailure | None) -> None:
+    def _listener(self, lease: Lease) -> Listener:
+        def on_call(failure: EnvironmentFailure | None) -> None:
             if failure is not None:
-                held.failure = failure
-                self._note_failure(held.session.root, failure)
+                lease.failure = failure
+                self._note_failure(lease.session.root, failure)
             else:
-                self._note_success(held.session.root)
+                self._note_success(lease.session.root)
 
-        return hear
+        return on_call
 
     def _note_success(self, url: str) -> None:
         with self._changed:
             state = self._states.get(url)
             if state is not None and (state.suspect or state.strikes):
-                self._states[url] = health.succeeded(state)
+                self._states[url] = server_state.succeeded(state)
                 self._changed.notify_all()
 
     def _note_failure(self, url: str, failure: EnvironmentFailure) -> None:
-        policy = self._settings.health
+        policy = health_policy(self._settings)
         with self._changed:
             self._counts[f"failures/{failure.kind}"] += 1
             self._last_failure = failure
             before = self._states.get(url)
             if before is None:
                 return
-            after = health.failed(before, failure.kind, self._clock.now(), self._chance(), policy)
+            now, chance = self._clock.now(), self._chance()
+            after = server_state.failed(before, failure.kind, now, chance, policy)
             self._states[url] = after
             if failure.kind is FailureKind.CONNECTION:
-                # The process is gone, and its idle sessions with it.
+                # The process is gone, and so are its idle sessions.
                 self._forget_kept(url)
-            put_aside = after.incidents > before.incidents
-            if put_aside:
-                # Whoever waits for a free place now has a time for the next trial to wait for.
+            marked_down = after.health.incidents > before.health.incidents
+            if marked_down:
+                # Waiting threads must now wake up in time for the next trial.
                 self._changed.notify_all()
-        if put_aside and health.broken(after, policy) and self._on_broken:
+        if marked_down and server_state.broken(after, policy) and self._on_broken:
             self._on_broken(self._row.name, url)
 
     def _give_back(
@@ -254,19 +243,19 @@ class LeaseGroup:
         freed: int | str | None = None,
         refused: bool = False,
     ) -> bool:
-        """Frees a place on a server, and the id that was used there or its session, for reuse.
+        """Frees room on a server, and the id that was used there or its session, for reuse.
 
-        True if the server refused the session for no other reason than that it has no more room.
+        True if the server refused the session only because it has no more room.
         """
         with self._changed:
             if freed is not None:
-                self._held.discard((url, freed))
+                self._ids_in_use.discard((url, freed))
             if url in self._states:
-                move = health.turned_away if refused else health.released
+                move = server_state.turned_away if refused else server_state.released
                 self._states[url] = move(self._states[url], trial)
                 if kept is not None:
                     self._keep(url, [*self._kept[url], (kept, self._clock.now())])
-            # One place became free: one of those waiting may have it.
+            # One session became free: wake one waiting thread.
             self._changed.notify()
             state = self._states.get(url)
             return refused and state is not None and (state.full or state.idle > 0)
@@ -289,12 +278,12 @@ class LeaseGroup:
     def _add(self, url: str) -> None:
         limits = (self._settings.sessions_per_server, self._row.sessions_per_server)
         limit = min((each for each in limits if each is not None), default=None)
-        self._states[url] = ServerState(url, limit)
+        self._states[url] = EnvServerState(url, limit)
         self._kept[url] = []
 
     def _keep(self, url: str, sessions: list[tuple[Session, float]]) -> None:
         self._kept[url] = sessions
-        self._states[url] = health.keeping(self._states[url], len(sessions))
+        self._states[url] = server_state.keeping(self._states[url], len(sessions))
 
     def _take_kept(self, url: str) -> Session | None:
         """The idle session that was used last."""
@@ -305,7 +294,7 @@ class LeaseGroup:
         return session
 
     def _forget_stale(self, now: float) -> None:
-        """Sessions unused for so long that their server may have dropped them are let go."""
+        """Drops sessions unused for so long that their server may have expired them."""
         for url, kept in self._kept.items():
             if kept and kept[0][1] < now - self._settings.keep_idle:
                 self._stale += self._forget_kept(url, now - self._settings.keep_idle)
@@ -314,9 +303,9 @@ class LeaseGroup:
         """Drops the idle sessions of a server that were last used before a time."""
         kept = self._kept[url]
         forgotten = [session for session, since in kept if since < before]
-        self._held -= {(url, session.id) for session in forgotten if session.id is not None}
+        self._ids_in_use -= {(url, session.id) for session in forgotten if session.id is not None}
         self._keep(url, [(session, since) for session, since in kept if since >= before])
-        self._states[url] = health.forgetting(self._states[url])
+        self._states[url] = server_state.forgetting(self._states[url])
         return forgotten
 
     def _remove(self, url: str) -> None:
@@ -335,9 +324,9 @@ class LeaseGroup:
         return EnvironmentFailure(FailureKind.NO_SERVER, self._row.name, where, "lease", detail)
 
 
-def _described(state: ServerState, now: float) -> str:
+def _described(state: EnvServerState, now: float) -> str:
     if state.suspect:
-        wait = max(0.0, state.retry_at - now)
-        return f"{state.url} failed {state.incidents} times, next trial in {wait:.0f} s"
+        wait = max(0.0, state.health.retry_at - now)
+        return f"{state.url} failed {state.health.incidents} times, next trial in {wait:.0f} s"
     room = "" if state.limit is None else f" of {state.limit}"
     return f"{state.url} has {state.leases}{room} sessions in use"

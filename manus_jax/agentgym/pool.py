@@ -1,8 +1,7 @@
-"""The pool of environment servers: exclusive sessions, shared out over the healthy servers.
+"""The pool of environment servers: exclusive sessions on healthy servers.
 
-The one idea: an episode asks for a session and plays; which server it is on and whether that server
-was down a minute ago is the pool's affair. Each environment is a `LeaseGroup` of its own, so one
-that hangs delays nobody else.
+An episode leases a session and plays; the pool chooses the server and handles servers that are
+down. Each environment has its own `LeaseGroup`, so one that hangs does not delay the others.
 """
 
 import random
@@ -10,28 +9,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from manus_jax.agentgym.client import Session
-from manus_jax.agentgym.leases import Clock, LeaseGroup, PoolSettings
+from manus_jax.agentgym.leases import Clock, LeaseGroup
 from manus_jax.agentgym.table import environment
+from manus_jax.config.server_settings import EnvPoolSettings
 
 
 class EnvironmentPool:
     """Sessions on the servers of several environments. Safe to use from many threads.
 
-    `servers` lists the addresses by environment; more may come with `put_server`.
-    `on_broken(env, url)` is called when a server stays down through several trials; whoever started
-    it may replace it.
+    `servers` lists the addresses by environment; `put_server` adds more.
+    `on_broken(env, url)` is called when a server stays down through several trials, so that its
+    owner can replace it.
     """
 
     def __init__(
         self,
         servers: Mapping[str, Sequence[str]],
-        settings: PoolSettings | None = None,
+        settings: EnvPoolSettings | None = None,
         *,
         clock: Clock | None = None,
         chance: Callable[[], float] = random.random,
         on_broken: Callable[[str, str], None] | None = None,
     ) -> None:
-        self.settings = settings or PoolSettings()
+        self.settings = settings or EnvPoolSettings()
         clock = clock or Clock()
         self._groups = {
             name: LeaseGroup(environment(name), urls, self.settings, clock, chance, on_broken)
@@ -44,30 +44,30 @@ class EnvironmentPool:
 
     @contextmanager
     def lease(self, env: str) -> Iterator[Session]:
-        """A session of its own for the length of the block; `reset` it to begin an episode.
+        """An exclusive session for the duration of the block; `reset` it to begin an episode.
 
-        A failure in the block is noted on the server and passes on to the caller. Raises
-        EnvironmentFailure (no_server) when no server can give a session in time.
+        A failure in the block counts against the server and propagates to the caller. Raises
+        EnvironmentFailure (no_server) when no server has a session in time.
         """
         group = self._group(env)
-        held = group.acquire()
+        lease = group.acquire()
         clean = False
         try:
-            yield held.session
-            clean = held.failure is None
+            yield lease.session
+            clean = lease.failure is None
         finally:
-            group.release(held, clean)
+            group.release(lease, clean)
 
     def put_server(self, env: str, url: str, instead_of: str | None = None) -> None:
-        """A server came up, perhaps in place of another, whose sessions are then forgotten."""
+        """Adds a server, possibly replacing another, whose sessions are then dropped."""
         self._group(env).put(url, instead_of)
 
     def drop_server(self, env: str, url: str, reason: str) -> None:
-        """A server will not come back; leases that find no other one report the reason."""
+        """Removes a server for good; leases that find no other server report the reason."""
         self._group(env).drop(url, reason)
 
     def counters(self) -> dict[str, int]:
-        """Counts since the start: ENV/leases, ENV/refusals/KIND, ENV/failures/KIND and so on."""
+        """Counts since the start: ENV/leases, ENV/refusals/KIND, ENV/failures/KIND."""
         return {
             f"{name}/{key}": value
             for name, group in self._groups.items()
@@ -75,7 +75,7 @@ class EnvironmentPool:
         }
 
     def close(self) -> None:
-        """Ends kept sessions; leases asked for from now on are refused."""
+        """Ends kept sessions and refuses new leases."""
         for group in self._groups.values():
             group.close()
 

@@ -63,10 +63,11 @@ def setting(
 
 
 @typing.dataclass_transform(frozen_default=True, field_specifiers=(setting, dataclasses.field))
-def settings(name: str, may_change: bool = False) -> Any:
+def settings(name: str, may_change: bool = False, of_engine: bool = False) -> Any:
     """Makes a class a frozen dataclass whose fields are the gin bindings `name.field`.
 
-    `may_change`: all of its values may differ when a run is resumed.
+    `may_change`: all of its values may differ when a run is resumed. `of_engine`: the group belongs
+    to an engine, and commands read it only if that engine is chosen.
     """
 
     def register(cls: type[T]) -> type[T]:
@@ -81,6 +82,7 @@ def settings(name: str, may_change: bool = False) -> Any:
         frozen = dataclasses.dataclass(frozen=True)(cls)
         frozen.gin_name = name  # type: ignore[attr-defined]
         frozen.may_change = may_change  # type: ignore[attr-defined]
+        frozen.of_engine = of_engine  # type: ignore[attr-defined]
         _REGISTRY[name] = gin.external_configurable(frozen, name=name)
         return frozen
 
@@ -250,6 +252,11 @@ def setting_names(*names: str) -> frozenset[str]:
         else:
             found |= {f"{name}.{field.name}" for field in dataclasses.fields(_REGISTRY[name])}
     return frozenset(found)
+
+
+def engine_groups() -> list[str]:
+    """The groups of settings that belong to engines."""
+    return [name for name, group in _REGISTRY.items() if group.of_engine]
 
 
 def find_field(name: str) -> "dataclasses.Field[Any] | None":

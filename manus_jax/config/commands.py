@@ -4,10 +4,11 @@ import dataclasses
 import types
 import typing
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from manus_jax.config.binding import (
     build,
+    engine_groups,
     parse,
     refuse_unread,
     refuse_unused_macros,
@@ -19,6 +20,7 @@ from manus_jax.config.settings import (
     DataSettings,
     DistributedSettings,
     EngineSettings,
+    EnvPoolSettings,
     EnvSettings,
     EvaluateSettings,
     MeshSettings,
@@ -49,6 +51,8 @@ class TrainConfig:
     mesh: MeshSettings
     compute: ComputeSettings
     distributed: DistributedSettings = dataclasses.field(default_factory=DistributedSettings)
+    env_pool: EnvPoolSettings = dataclasses.field(default_factory=EnvPoolSettings)
+    engine_settings: Any = None  # the chosen engine's own group, e.g. VllmSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +73,8 @@ class EvaluateConfig:
     env: EnvSettings
     rollout: RolloutSettings
     engine: EngineSettings
+    env_pool: EnvPoolSettings = dataclasses.field(default_factory=EnvPoolSettings)
+    engine_settings: Any = None  # the chosen engine's own group, e.g. VllmSettings
 
 
 def _groups(config: type) -> dict[str, type]:
@@ -77,6 +83,7 @@ def _groups(config: type) -> dict[str, type]:
     return {
         name: typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
         for name, hint in hints.items()
+        if hint is not Any
     }
 
 
@@ -115,7 +122,10 @@ def read_evaluate_config(files: Sequence[str], params: Sequence[str]) -> Evaluat
 
 def _read(command: str, config: type[C], files: Sequence[str], params: Sequence[str]) -> C:
     parse(files, params)
-    refuse_unread(command, lambda name: name not in READS[command], READS)
+    of_engines = frozenset[str]()
+    if hasattr(config, "engine_settings"):  # read later, when the engine is known
+        of_engines = setting_names(*engine_groups())
+    refuse_unread(command, lambda name: name not in READS[command] | of_engines, READS)
     refuse_unused_macros()
     groups = _groups(config)
     built = dict(zip(groups, build(*groups.values()), strict=True))

@@ -8,6 +8,8 @@ Each class is one group of bindings: `OptimizerSettings.lr` is bound by `optimiz
 from typing import Any, Literal
 
 from manus_jax.config.binding import ConfigError, setting, settings
+from manus_jax.config.server_settings import EnvPoolSettings as EnvPoolSettings
+from manus_jax.config.server_settings import VllmSettings as VllmSettings
 
 Overlong = Literal["error", "drop", "cut"]
 PromptSource = Literal["environment", "dataset", "observation"]
@@ -192,7 +194,6 @@ class EngineSettings:
     slots: int = setting(default=32, at_least=1, may_change=True)  # episodes whose KV cache is kept
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_steps: int = setting(default=8, at_least=1, may_change=True)  # tokens per queue check
-    options: dict[str, Any] = setting(factory=dict, may_change=True)  # of the engine by that name
 
 
 @settings("algorithm")

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import numpy as np
@@ -98,6 +98,8 @@ class JaxEngine:
       compile_ahead: compile all programs in the engine's thread before serving the first request,
         instead of each on first use.
     """
+
+    on_learner_device: ClassVar[bool] = True
 
     def __init__(
         self,

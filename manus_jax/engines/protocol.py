@@ -7,7 +7,7 @@ Results do not depend on what else is being generated.
 
 import dataclasses
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from manus_jax.errors import UserError
 
@@ -57,6 +57,9 @@ class EngineError(UserError, RuntimeError):
 
 class Engine(Protocol):
     """Thread-safe. `submit` returns immediately; cancelling its future cancels the generation."""
+
+    on_learner_device: ClassVar[bool]
+    """Whether the engine keeps its weights and cache on the learner's first device."""
 
     @property
     def version(self) -> int:

@@ -29,7 +29,6 @@ from manus_jax.rollout.player import Agent
 from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory
 from manus_jax.rollout.trajectory_files import write_trajectories
 from manus_jax.training.build_rollout import (
-    check_engine,
     check_play,
     open_engine,
     open_servers,
@@ -55,7 +54,6 @@ def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationRe
     evaluate, env = config.evaluate, config.env
     rollout = config.rollout
     check_play(env, rollout)
-    check_engine(config.engine)
     eval_set = make_eval_set(
         env, evaluate.tasks_per_env, evaluate.task_files, evaluate.split, evaluate.samples
     )
@@ -68,7 +66,7 @@ def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationRe
     results: dict[str, EvaluationResult] = {}
     record = _heading(config, eval_set)
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(open_servers(env))
+        pool = stack.enter_context(open_servers(env, config.env_pool))
         line = stack.enter_context(ProgressLine("evaluate", len(candidates) * episodes))
         for candidate in candidates:
             began = time.monotonic()
@@ -138,7 +136,7 @@ def _open_model(
 ) -> Iterator[Agent]:
     """Runs a model in its own engine, which is closed on exit."""
     settings = dataclasses.replace(config.engine, slots=slots)
-    with open_engine(source, source.load(None), settings, length) as engine:
+    with open_engine(source, source.load(None), settings, config.engine_settings, length) as engine:
         yield EngineAgent(engine, source.tokenizer, config.evaluate.seed)
 
 

@@ -31,6 +31,7 @@ from manus_jax.planning.compiling import (
 )
 from manus_jax.planning.estimates import Workload
 from manus_jax.planning.topologies import Topology
+from manus_jax.training.build_rollout import ENGINES
 from manus_jax.training.learner_specs import critic_spec, make_recipe, policy_spec
 
 # Assumed shares of peak FLOP/s and of link bandwidth.
@@ -166,7 +167,7 @@ def make_plan(
     shared: dict[str, float] = {}
     if recipe.needs_reference and config.algorithm.reference != "host":
         shared["reference policy"] = states["policy"].parameters
-    if config.engine.name == "jax":
+    if ENGINES[config.engine.name].engine.on_learner_device:
         shared["embedded engine (first chip)"] = engine_bytes(config, arch)
     updates = []
     for name, spec in models.items():

@@ -13,6 +13,7 @@ import time
 from manus_jax.agentgym.client import Session
 from manus_jax.agentgym.failures import EnvironmentFailure
 from manus_jax.agentgym.pool import EnvironmentPool
+from manus_jax.agentgym.server_state import health_policy
 from manus_jax.agentgym.table import environment
 from manus_jax.config.settings import RolloutSettings
 from manus_jax.engines.cancellation import Cancellation, Cancelled
@@ -60,8 +61,9 @@ def play_episode(
         if not retryable or attempt >= pool.settings.attempts:
             _log.warning("episode %s is dropped (%s): %s", spec.uid, kind, error)
             return FailedEpisode(spec, kind, error, attempt)
+        back_off = health_policy(pool.settings).back_off
         try:
-            cancellation.sleep(pool.settings.retry.seconds(attempt, random.random()))
+            cancellation.sleep(back_off.seconds(attempt, random.random()))
         except Cancelled:
             return FailedEpisode(spec, "cancelled", "the run was cancelled", attempt)
         attempt += 1

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from envs.game import EnvironmentSpec, GameError
 from envs.registry import UnknownEnvironment, load
-from manus_jax.agentgym.settings import open_environments
+from manus_jax.agentgym.environments import open_environments
 from manus_jax.agentgym.table import environment
 from manus_jax.config.settings import RolloutSettings
 from manus_jax.data.tasks import Task

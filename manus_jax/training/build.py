@@ -44,7 +44,6 @@ from manus_jax.rollout.traces import conversation_of
 from manus_jax.rollout.trajectory import episode_specs, trajectories
 from manus_jax.training import supervised
 from manus_jax.training.build_rollout import (
-    check_engine,
     check_play,
     open_engine,
     open_servers,
@@ -199,7 +198,6 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
     reward = RewardSettings(config.algorithm.reward, config.algorithm.reward_parameters)
     rollout = config.rollout
     check_play(config.env, rollout)
-    check_engine(config.engine)
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
     kernel = make_compute(**dataclasses.asdict(config.compute), mesh=mesh).kernel
     check_batch(data.rows, data.max_length, mesh, kernel.implementation)
@@ -212,7 +210,9 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
     directory = opened or RunDirectory(train.run_dir, "")
 
     with contextlib.ExitStack() as stack:
-        pool = job.on_primary(lambda: stack.enter_context(open_servers(config.env)))
+        pool = job.on_primary(
+            lambda: stack.enter_context(open_servers(config.env, config.env_pool))
+        )
         path = config.model.path
         if config.warm_start.steps:
             job.on_primary(lambda: play_traces(config, directory, sources, pool))
@@ -231,7 +231,13 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
         def open_rollouts() -> Rollouts:
             assert pool is not None
             engine = stack.enter_context(
-                open_engine(source, params, config.engine, rollout.max_total_tokens)
+                open_engine(
+                    source,
+                    params,
+                    config.engine,
+                    config.engine_settings,
+                    rollout.max_total_tokens,
+                )
             )
             agent = EngineAgent(engine, source.tokenizer, train.seed)
             validation = dataclasses.replace(rollout, temperature=train.val_temperature)

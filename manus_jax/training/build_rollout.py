@@ -1,21 +1,32 @@
 """Environment servers and engines from settings, shared by training and evaluation."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from envs import registry
+from manus_jax.agentgym.environments import open_environments
 from manus_jax.agentgym.pool import EnvironmentPool
-from manus_jax.agentgym.settings import open_environments
 from manus_jax.agentgym.table import environment
-from manus_jax.config.binding import ConfigError, refuse_unread, setting_names
+from manus_jax.config.binding import (
+    ConfigError,
+    build,
+    engine_groups,
+    refuse_unread,
+    setting_names,
+)
+from manus_jax.config.commands import EvaluateConfig, TrainConfig
+from manus_jax.config.server_settings import EnvPoolSettings, VllmSettings
 from manus_jax.config.settings import EngineSettings, EnvSettings, RolloutSettings
 from manus_jax.engines.jax_engine import JaxEngine
-from manus_jax.engines.protocol import Engine, EngineError
+from manus_jax.engines.protocol import Engine
 from manus_jax.models.loading import PolicySource
 from manus_jax.models.transformer import Params
 from manus_jax.registry import Registry
 from manus_jax.rollout.action_formats import format_for
-from manus_jax.vllm.options import open_vllm, parse_options
+from manus_jax.vllm.open_pool import open_vllm
+from manus_jax.vllm.pool import VllmPool
 
 
 def check_play(env: EnvSettings, rollout: RolloutSettings) -> None:
@@ -37,57 +48,84 @@ def check_play(env: EnvSettings, rollout: RolloutSettings) -> None:
 
 
 @contextlib.contextmanager
-def open_servers(env: EnvSettings) -> Iterator[EnvironmentPool]:
+def open_servers(env: EnvSettings, settings: EnvPoolSettings) -> Iterator[EnvironmentPool]:
     """The environments' servers, given or started here, for the duration of the block."""
     servers = {name: env.urls.get(name, "embedded") for name in env.names}
     with contextlib.ExitStack() as stack:
         try:
-            pool = stack.enter_context(open_environments(servers, env.servers_per_env))
+            pool = stack.enter_context(open_environments(servers, env.servers_per_env, settings))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"env.urls: {error}") from None
         yield pool
 
 
-EngineFactory = Callable[[PolicySource, Params, EngineSettings, int], Engine]
-"""(model, its weights, settings, maximum tokens of an episode) → a running engine."""
-
-ENGINES: Registry[EngineFactory] = Registry("engine")
+EngineFactory = Callable[[PolicySource, Params, EngineSettings, Any, int], Engine]
+"""(model, weights, engine settings, the engine's own settings, max_length) → a running engine."""
 
 
-def reads(*names: str) -> Callable[[EngineFactory], EngineFactory]:
-    """Decorator: declares the settings that an engine reads, as `group` or `group.field`.
+@dataclasses.dataclass(frozen=True)
+class EngineKind:
+    """A registered engine: its class, which has the capabilities, and how it is opened.
 
-    A factory without this declaration reads all of `engine.*`.
+    `reads` are the settings that it reads; `settings` is its own gin group, if it has one.
     """
 
-    def declare(make: EngineFactory) -> EngineFactory:
-        make.reads = setting_names("engine.name", *names)  # type: ignore[attr-defined]
-        return make
+    engine: type[Engine]
+    open: EngineFactory
+    reads: frozenset[str]
+    settings: type | None
 
-    return declare
+
+ENGINES: Registry[EngineKind] = Registry("engine")
 
 
-def settings_read_by(name: str) -> frozenset[str]:
-    """The settings that the engine of this name reads."""
-    return getattr(ENGINES[name], "reads", setting_names("engine"))
+def engine_kind(
+    engine: type[Engine], reads: Sequence[str] = ("engine",), settings: type | None = None
+) -> Callable[[EngineFactory], EngineKind]:
+    """Decorator: makes `open(source, params, settings, own_settings, max_length)` an engine.
+
+    Args:
+      engine: the class of the engine.
+      reads: the settings of `engine.*` that it reads; a binding that it does not read is an error.
+      settings: its own gin group (`@settings(name, of_engine=True)`), if it has one.
+    """
+
+    def make(factory: EngineFactory) -> EngineKind:
+        own = [settings.gin_name] if settings is not None else []  # type: ignore[attr-defined]
+        return EngineKind(engine, factory, setting_names("engine.name", *reads, *own), settings)
+
+    return make
 
 
 def unread_by_engine(name: str) -> frozenset[str]:
     """The settings of engines that the engine of this name does not read."""
-    every = setting_names("engine").union(*(settings_read_by(other) for other in ENGINES))
-    return every - settings_read_by(name)
+    return setting_names("engine", *engine_groups()) - ENGINES[name].reads
 
 
-def refuse_unread_by_engine(name: str) -> None:
-    """Raises for a binding that only other engines read."""
-    readers = {f"the engine {other!r}": settings_read_by(other) for other in ENGINES}
+def read_with_engine(read: frozenset[str], name: str) -> frozenset[str]:
+    """What a command that reads the settings `read` reads with this engine."""
+    return (read - unread_by_engine(name)) | ENGINES[name].reads
+
+
+C = TypeVar("C", TrainConfig, EvaluateConfig)
+
+
+def with_engine_settings(config: C) -> C:
+    """The settings with the chosen engine's own group; a binding it does not read is an error."""
+    name = config.engine.name
+    readers = {f"the engine {other!r}": kind.reads for other, kind in ENGINES.items()}
     refuse_unread(f"the engine {name!r}", unread_by_engine(name).__contains__, readers)
+    group = ENGINES[name].settings
+    if group is None:
+        return config
+    (own,) = build(group)
+    return dataclasses.replace(config, engine_settings=own)
 
 
 @ENGINES.register("jax")
-@reads("engine.slots", "engine.dtype", "engine.max_steps")
+@engine_kind(JaxEngine, reads=("engine.slots", "engine.dtype", "engine.max_steps"))
 def _embedded(
-    source: PolicySource, params: Params, settings: EngineSettings, max_length: int
+    source: PolicySource, params: Params, settings: EngineSettings, own: None, max_length: int
 ) -> Engine:
     return JaxEngine(
         source.card.architecture,
@@ -101,40 +139,34 @@ def _embedded(
 
 
 @ENGINES.register("vllm")
-@reads("engine.slots", "engine.dtype", "engine.options")
+@engine_kind(VllmPool, reads=("engine.slots", "engine.dtype"), settings=VllmSettings)
 def _vllm_pool(
-    source: PolicySource, params: Params, settings: EngineSettings, max_length: int
+    source: PolicySource,
+    params: Params,
+    settings: EngineSettings,
+    own: VllmSettings,
+    max_length: int,
 ) -> Engine:
     return open_vllm(
         source.card,
         params,
-        settings.options,
+        own,
         slots=settings.slots,
         dtype=settings.dtype,
         max_length=max_length,
     )
 
 
-def check_engine(settings: EngineSettings) -> None:
-    """Raises for an engine that does not exist, and for options that it does not have."""
-    if "engine.options" not in settings_read_by(settings.name) and settings.options:
-        option = next(iter(settings.options))
-        raise ConfigError(
-            f"engine.options has {option!r}, but the engine {settings.name!r} has no options"
-        )
-    if settings.name == "vllm":
-        try:
-            parse_options(settings.options)
-        except EngineError as error:
-            raise ConfigError(str(error)) from None
-
-
 @contextlib.contextmanager
 def open_engine(
-    source: PolicySource, params: Params, settings: EngineSettings, max_length: int
+    source: PolicySource,
+    params: Params,
+    settings: EngineSettings,
+    own_settings: Any,
+    max_length: int,
 ) -> Iterator[Engine]:
     """The configured engine with the given weights, closed at the end of the block."""
-    engine = ENGINES[settings.name](source, params, settings, max_length)
+    engine = ENGINES[settings.name].open(source, params, settings, own_settings, max_length)
     try:
         yield engine
     finally:

@@ -116,7 +116,7 @@ class Trainer:
             if step > self.algorithm.critic_warmup:
                 with timer.phase("update_actor"):
                     actor.append(self.policy.update(mini_batch))
-        metrics |= _update_metrics(actor, critic)
+        metrics |= update_metrics(actor, critic)
         if actor:
             metrics["actor/lr"] = float(self.lr(int(self.policy.state.step) - 1))
         with timer.phase("update_weights"):
@@ -300,7 +300,7 @@ def _advantages_by_uid(batch: DataProto) -> dict[str, list[np.ndarray]]:
     return found
 
 
-def _update_metrics(
+def update_metrics(
     actor: Sequence[Mapping[str, float]], critic: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
     """Means over the updates of a step."""

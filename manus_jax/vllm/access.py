@@ -1,10 +1,10 @@
-"""Who may speak to a vLLM server: those who hold its key, and over a private interface.
+"""Access control of vLLM servers: an API key, and private interfaces only.
 
-vLLM's routes for reinforcement learning call methods of its workers, and its own key leaves them
-open. So a server that others can reach gets `KeyedRoutes`, which asks for the key on every route
-but the one that tells whether it lives. The key comes from a file or from the environment, where
-other users of the machine cannot read it; never from a command line or a config. Runs in vLLM's
-environment too, without JAX.
+vLLM's routes for reinforcement learning call methods of its workers, and vLLM's own key does not
+protect them. A server that others can reach therefore gets `KeyedRoutes`, which requires the key on
+every route except /health. The key comes from a file or the environment, where other users of the
+machine cannot read it, never from a command line or a config. Also runs in vLLM's environment,
+without JAX.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ from typing import Any
 
 from manus_jax.engines.protocol import EngineError
 
-KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own name for it
+KEY_VARIABLE = "VLLM_API_KEY"  # the name that vLLM uses
 MIDDLEWARE = "manus_jax.vllm.access.KeyedRoutes"
 _OPEN_ROUTE = "/health"
-_HOW_TO_GIVE_A_KEY = f"{KEY_VARIABLE} in the environment, or a file that holds it"
+_HOW_TO_GIVE_A_KEY = f"{KEY_VARIABLE} in the environment, or a file that contains it"
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -29,11 +29,11 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class AccessError(EngineError):
-    """A server that would be open to strangers, or a key that cannot be one."""
+    """A server that would be publicly reachable, or an invalid key."""
 
 
 def read_api_key(file: str | Path | None) -> str | None:
-    """The key in the file, else the environment's; None if there is neither."""
+    """The key in the file if one is given, else that of the environment, else None."""
     if file is None:
         key, where = os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE
         if not key:
@@ -47,12 +47,14 @@ def read_api_key(file: str | Path | None) -> str | None:
         if not key:
             raise AccessError(f"the API key file {file} is empty")
     if not key.isascii() or not key.isprintable() or " " in key:
-        raise AccessError(f"{where} holds no API key: letters, digits and signs, without spaces")
+        raise AccessError(
+            f"{where} holds no valid API key: use printable ASCII characters without spaces"
+        )
     return key
 
 
 def check_host(host: str, api_key: str | None) -> None:
-    """Refuses to listen where strangers are, and without a key where anybody else is."""
+    """Refuses public interfaces, and private ones without a key."""
     addresses = _addresses_of(host)
     if all(address.is_loopback for address in addresses):
         return
@@ -68,16 +70,16 @@ def check_host(host: str, api_key: str | None) -> None:
                 "weights belong on a private interface, such as 10.0.0.7 or 127.0.0.1"
             )
     if api_key is None:
-        raise AccessError(f"--host {host} can be reached from outside: give {_HOW_TO_GIVE_A_KEY}")
+        raise AccessError(f"--host {host} can be reached from outside: set {_HOW_TO_GIVE_A_KEY}")
 
 
 def refuse_in_arguments(arguments: Sequence[str]) -> None:
-    """vLLM's own options that would go round the checks above."""
+    """Refuses vLLM options that would bypass the checks above."""
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
         if name == "--api-key":
             raise AccessError(
-                f"--api-key on a command line can be read by others: give {_HOW_TO_GIVE_A_KEY}"
+                f"--api-key on a command line can be read by others: use {_HOW_TO_GIVE_A_KEY}"
             )
         if name == "--host":
             raise AccessError("--host goes before the --, where it is checked")
@@ -92,12 +94,12 @@ def _addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Addre
 
 
 class KeyedRoutes:
-    """ASGI middleware, given to vLLM with --middleware; the key is in its environment."""
+    """ASGI middleware for vLLM's --middleware option; reads the key from the environment."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
         key = os.environ.get(KEY_VARIABLE)
         if not key:
-            raise AccessError(f"{KEY_VARIABLE} is not set, and every route needs it")
+            raise AccessError(f"{KEY_VARIABLE} is not set, and every route requires it")
         self._app = app
         self._expected = _digest(key)
 

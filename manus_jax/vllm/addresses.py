@@ -1,9 +1,9 @@
-"""The file in which vLLM servers write their addresses, and the pool reads them.
+"""The file in which vLLM servers list their addresses for the pool.
 
-One URL a line; empty lines and what follows a # count for nothing, so a person may write it too.
-The file is replaced, never written in place, and a server looks every few seconds whether its line
-is still there: on a file system whose locks do not hold from machine to machine, a line that two
-writers lost between them comes back. Needs no JAX.
+One URL per line; empty lines and # comments are ignored, so the file can also be edited by hand. It
+is replaced, never written in place, and a server checks every few seconds that its line is still
+there: on a file system whose locks do not work across machines, a line lost in a concurrent write
+is restored. Imports no JAX.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ _URL = re.compile(r"https?://[^\s/]+")
 
 
 class AddressError(EngineError):
-    """A file of addresses that cannot be read or written, or holds something else."""
+    """An address file that cannot be read or written, or is malformed."""
 
 
 def read_addresses(path: Path) -> list[str]:
-    """Each URL once, in order; none if the file is not there yet."""
+    """Each URL once, in order; none if the file does not exist yet."""
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -42,15 +42,16 @@ def read_addresses(path: Path) -> list[str]:
             continue
         if not _URL.fullmatch(url):
             raise AddressError(
-                f"{path}, line {number}: {url!r} is no address like http://HOST:PORT"
+                f"{path}, line {number}: {url!r} is not an address like http://HOST:PORT"
             )
         urls[url] = None
     return list(urls)
 
 
 def register(path: Path, url: str) -> None:
-    """Adds the URL, unless it is there."""
-    _check_place(path)
+    """Adds the URL if it is missing."""
+    if not path.parent.is_dir():
+        raise AddressError(f"there is no directory {path.parent} for the address file {path.name}")
     if url in read_addresses(path):
         return
     with _locked(path):
@@ -59,7 +60,7 @@ def register(path: Path, url: str) -> None:
 
 
 def unregister(path: Path, url: str) -> None:
-    """Takes the URL out, if it is there."""
+    """Removes the URL if it is listed."""
     if url not in read_addresses(path):
         return
     with _locked(path):
@@ -68,23 +69,23 @@ def unregister(path: Path, url: str) -> None:
 
 
 class AddressFollower:
-    """A thread that tells of servers which come into the file and go from it.
+    """A thread that reports servers that are added to the file or removed from it.
 
     Args:
       path: the file.
-      known: the servers that need not be told of.
-      every: seconds between two looks; None: two.
+      known: the servers that are already known.
+      every: seconds between two reads; None: two.
     """
 
     def __init__(self, path: Path, known: list[str], every: float | None = None) -> None:
         self._path, self._known = path, known
         self._every = _FOLLOW_SECONDS if every is None else every
-        self._told = ""
+        self._last_error = ""
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, joined: Callable[[str], None], left: Callable[[str], None]) -> None:
-        """From now on `joined` and `left` are called with URLs."""
+        """Starts calling `joined` and `left` with URLs."""
         self._thread = threading.Thread(
             target=self._follow, args=(joined, left), name="vllm-addresses", daemon=True
         )
@@ -99,10 +100,10 @@ class AddressFollower:
         while not self._ending.wait(self._every):
             try:
                 now = read_addresses(self._path)
-            except AddressError as error:  # all stays as it is until the file is right again
-                if str(error) != self._told:
+            except AddressError as error:  # keep the servers until the file is valid again
+                if str(error) != self._last_error:
                     _log.warning("%s", error)
-                self._told = str(error)
+                self._last_error = str(error)
                 continue
             for url in now:
                 if url not in self._known:
@@ -110,19 +111,16 @@ class AddressFollower:
             for url in self._known:
                 if url not in now:
                     left(url)
-            self._known, self._told = now, ""
-
-
-def _check_place(path: Path) -> None:
-    if not path.parent.is_dir():
-        raise AddressError(f"there is no directory {path.parent} for the address file {path.name}")
+            self._known, self._last_error = now, ""
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     try:
         with open(path.with_name(f".{path.name}.lock"), "w") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks: see the module's text
+            with contextlib.suppress(
+                OSError
+            ):  # no locks on this file system: see the module docstring
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
     except OSError as error:

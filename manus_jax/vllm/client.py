@@ -1,24 +1,27 @@
 """One vLLM server over HTTP: tokens in and out, and new weights while it runs.
 
-Speaks vLLM's token-in-token-out route and its routes for reinforcement learning. Whatever goes
-wrong is told apart by who is to blame: a request that this or any other server would refuse, or the
-server, in which case another one can serve the request.
+Uses vLLM's token-in-token-out route and its routes for reinforcement learning. Errors say what is
+at fault: the request, which every server would refuse, or the server, in which case another server
+can take the request.
 """
 
+import contextlib
 import dataclasses
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import requests
-from requests.adapters import HTTPAdapter
 
+from manus_jax.config.server_settings import VllmSettings
 from manus_jax.engines.protocol import EngineError, FinishReason, Generation, Request
 from manus_jax.vllm.access import KEY_VARIABLE
+from manus_jax.vllm.http_connections import BreakableSession
 from manus_jax.weights.manifest import Identity
 
-# vLLM puts this before the id that a request was given.
+# vLLM prepends this to the id of a request.
 _ID_PREFIX = "generate-tokens-"
 _FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 _HOW_TO_GIVE_A_KEY = f"give the key that it was started with in {KEY_VARIABLE}"
@@ -26,20 +29,20 @@ _HOW_TO_START = "start it with `python -m manus_jax.serve`"
 
 
 class ServerFailure(EngineError):
-    """The server cannot serve, or not now; another may."""
+    """The server cannot serve the request now; another one may."""
 
 
-class ServerMisfit(ServerFailure):
-    """The server answers, but not as it must; waiting does not help, starting it right does."""
+class IncompatibleServer(ServerFailure):
+    """The server answers but cannot be used until it is started differently."""
 
 
 class RequestRefused(EngineError):
-    """The request is at fault; no server will take it."""
+    """The request is at fault; no server will accept it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerInfo:
-    """What a server says of itself. `max_requests` is what it works on at once."""
+    """What a server reports. `max_requests` is how many requests it runs at once."""
 
     model: str
     max_length: int
@@ -49,89 +52,90 @@ class ServerInfo:
 
 @dataclasses.dataclass(frozen=True)
 class PrefixCache:
-    """Prompt tokens that the server looked for in its cache since it started, and found there."""
+    """Prompt tokens looked up in the server's cache since it started, and those found."""
 
     queries: int = 0
     hits: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Timeouts:
-    """Seconds: `quick` for a sign of life, `generate` for one turn, `fetch` for new weights to be
-    read and checked, `update` for each step of loading them."""
-
-    quick: float = 10.0
-    generate: float = 600.0
-    fetch: float = 1800.0
-    update: float = 600.0
-
-
 def label_of(identity: Identity) -> str:
-    """The name under which a server knows a version."""
+    """The name of a version on the servers."""
     return f"{identity.number}-{identity.id}"
 
 
 def number_of(label: str) -> int | None:
-    """The version's number; None for weights that did not come from here."""
+    """The version's number; None for weights that were not published by this project."""
     number, dash, _ = label.partition("-")
     return int(number) if dash and number.isdigit() else None
 
 
 class VllmServer:
-    """Thread-safe; any number of generations at once."""
+    """Thread-safe; any number of generations at once.
+
+    Args:
+      url: the server's root.
+      settings: its timeouts are used; None: the defaults.
+      api_key: sent with every request.
+    """
 
     def __init__(
-        self, url: str, timeouts: Timeouts | None = None, api_key: str | None = None
+        self, url: str, settings: VllmSettings | None = None, api_key: str | None = None
     ) -> None:
         self.url = url.rstrip("/")
-        self._timeouts = timeouts or Timeouts()
+        self._settings = settings or VllmSettings(urls=(url,), push=False)
         self._model = ""
-        self._http = requests.Session()
-        self._http.trust_env = False  # a server of the pool is never behind a proxy
-        adapter = HTTPAdapter(pool_connections=1, pool_maxsize=512)
-        self._http.mount("http://", adapter)
-        self._http.mount("https://", adapter)
-        if api_key is not None:
-            self._http.headers["Authorization"] = f"Bearer {api_key}"
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._control = BreakableSession(headers)
+        self._generations = BreakableSession(headers)
 
     def info(self) -> ServerInfo:
-        """Raises ServerFailure for one that is not there, or whose numbers would be wrong."""
-        quick = self._timeouts.quick
-        models = self._call("GET", "/v1/models", quick)["data"]
-        self._model = models[0]["id"]
-        # It tells of the whole machine too, which it examines when it is asked for the first time.
-        slow = self._timeouts.update
-        config = self._call("GET", "/server_info?config_format=json", slow)["vllm_config"]
+        """Raises ServerFailure if the server is not reachable or would return wrong log-probs."""
+        models = self._call("GET", "/v1/models", self._settings.check_timeout)
+        with self._parsing():
+            model = models["data"][0]
+            self._model, max_length = model["id"], int(model["max_model_len"])
+        # The first call is slow: it also collects information about the machine.
+        answer = self._call("GET", "/server_info?config_format=json", self._settings.update_timeout)
+        with self._parsing():
+            config = answer["vllm_config"]
         mode = _find(config, "logprobs_mode")
         if mode != "processed_logprobs":
-            raise ServerMisfit(
-                f"{self.url} reports {mode}, which are not those of the distribution it samples "
-                f"from; give it --logprobs-mode processed_logprobs, or {_HOW_TO_START}"
+            raise IncompatibleServer(
+                f"{self.url} reports {mode}, which differ from the distribution it samples from; "
+                f"give it --logprobs-mode processed_logprobs, or {_HOW_TO_START}"
             )
         transfer = _find(config, "weight_transfer_config") or {}
         return ServerInfo(
             self._model,
-            int(models[0]["max_model_len"]),
+            max_length,
             int(_find(config, "max_num_seqs") or 1),
             transfer.get("backend") == "manus_jax",
         )
 
     def check_health(self) -> None:
-        self._call("GET", "/health", self._timeouts.quick)
+        self._call("GET", "/health", self._settings.check_timeout)
 
     def weight_label(self) -> str:
-        """The engine itself answers this, between two of its steps, so it may take a while."""
-        return str(self._call("GET", "/weight_info", self._timeouts.generate)["weight_version"])
+        """The label of the weights. The engine answers between two steps, so it may take long."""
+        answer = self._call("GET", "/weight_info", self._settings.generate_timeout)
+        with self._parsing():
+            return str(answer["weight_version"])
 
     def served_config(self) -> dict[str, Any]:
-        """The `config.json` of what it serves, as transformers completes it; needs our plug-in."""
-        return dict(self._rpc("served_config", {})["results"][0])
+        """The served model's `config.json` with transformers' defaults; needs the plug-in."""
+        answer = self._rpc("served_config", {})
+        with self._parsing():
+            return dict(answer["results"][0])
 
     def prefix_cache(self) -> PrefixCache:
-        return _prefix_cache(self._get_text("/metrics"))
+        answer = self._answer("GET", "/metrics", self._settings.check_timeout)
+        return _prefix_cache(answer.text)
 
     def generate(self, request: Request, request_id: str, other_weights: int | None) -> Generation:
-        """`other_weights` is the number for weights that were not pushed; None: a failure."""
+        """Tokens from weights that were not pushed get the version `other_weights`; None: an error.
+
+        `request_id` can be given to `abort`.
+        """
         how = request.sampling
         sampling = {
             "max_tokens": how.max_tokens,
@@ -142,7 +146,7 @@ class VllmServer:
             "seed": request.seed,
             "logprobs": 0,
             "stop_token_ids": list(how.stop_ids),
-            "ignore_eos": True,  # it stops where the request says, as every engine does
+            "ignore_eos": True,  # stop exactly where the request says, like every engine
         }
         if how.stop_strings:
             sampling["stop"] = list(how.stop_strings)
@@ -152,11 +156,10 @@ class VllmServer:
             "token_ids": list(request.prompt_ids),
             "sampling_params": sampling,
         }
-        answer = self._call("POST", "/inference/v1/generate", self._timeouts.generate, body)
-        try:
+        timeout = self._settings.generate_timeout
+        answer = self._call("POST", "/inference/v1/generate", timeout, body)
+        with self._parsing():
             return self._generation(answer["choices"][0], other_weights)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ServerFailure(f"{self.url} gave an answer without {error!r}") from None
 
     def _generation(self, choice: dict[str, Any], other_weights: int | None) -> Generation:
         reason = _FINISHED.get(choice["finish_reason"])
@@ -171,30 +174,30 @@ class VllmServer:
                 number = other_weights
             if number is None:
                 raise ServerFailure(
-                    f"{self.url} sampled from weights {span['version']!r}: it was started again"
+                    f"{self.url} sampled from weights {span['version']!r}: it was restarted"
                 )
             versions += [number] * (int(span["end"]) - int(span["start"]))
         if not len(ids) == len(log_probs) == len(versions):
             raise ServerFailure(
-                f"{self.url} gave {len(ids)} tokens, {len(log_probs)} log-probs and the weights "
-                f"of {len(versions)}"
+                f"{self.url} returned {len(ids)} tokens, {len(log_probs)} log-probs and "
+                f"{len(versions)} weight versions"
             )
         return Generation(tuple(ids), tuple(log_probs), tuple(versions), reason)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Ends generations; whoever waits for one gets a ServerFailure."""
+        """Ends generations; their `generate` calls raise ServerFailure."""
         body = {"request_ids": [_ID_PREFIX + request_id for request_id in request_ids]}
-        self._call("POST", "/inference/v1/abort_requests", self._timeouts.quick, body)
+        self._call("POST", "/inference/v1/abort_requests", self._settings.check_timeout, body)
 
     def load(self, root: Path, identity: Identity) -> float:
-        """Brings the server to a published version; the seconds for which it did not generate.
+        """Loads a published version; returns the seconds for which generation was paused.
 
-        All reading and checking comes first. Then generations in flight are frozen, the weights are
-        swapped, what was cached of the old ones is dropped, and generations go on.
+        The server first reads and checks the files. Then generations in flight are paused, the
+        weights are swapped, the cache of the old ones is dropped, and generations continue.
         """
         self._fetch(root, identity)
         began = time.monotonic()
-        update = self._timeouts.update
+        update = self._settings.update_timeout
         self._call("POST", "/pause?mode=keep", update)
         self._call("POST", "/start_weight_update", update)
         self._call("POST", "/update_weights", update, {"update_info": dataclasses.asdict(identity)})
@@ -204,16 +207,19 @@ class VllmServer:
         return time.monotonic() - began
 
     def resume(self) -> None:
-        """Generations go on, if they were frozen."""
-        self._call("POST", "/resume", self._timeouts.update)
+        """Continues generations that were paused."""
+        self._call("POST", "/resume", self._settings.update_timeout)
 
     def _fetch(self, root: Path, identity: Identity) -> None:
         where = {"directory": str(root.absolute()), "number": identity.number}
         self._rpc("fetch_weights", where)
-        deadline = time.monotonic() + self._timeouts.fetch
+        limit = self._settings.fetch_timeout
+        deadline = time.monotonic() + limit
         while True:
-            workers = self._rpc("fetched_weights", {})["results"]
-            problems = [worker["error"] for worker in workers if worker["error"]]
+            answer = self._rpc("fetched_weights", {})
+            with self._parsing():
+                workers = answer["results"]
+                problems = [worker["error"] for worker in workers if worker["error"]]
             if problems:
                 raise ServerFailure(
                     f"{self.url} cannot take version {identity.number}: {problems[0]}"
@@ -222,19 +228,23 @@ class VllmServer:
                 break
             if time.monotonic() > deadline:
                 raise ServerFailure(
-                    f"{self.url} did not read version {identity.number} in "
-                    f"{self._timeouts.fetch:g} s"
+                    f"{self.url} did not read version {identity.number} in {limit:g} s"
                 )
             time.sleep(0.05)
         if any(worker["held"] != dataclasses.asdict(identity) for worker in workers):
-            raise ServerFailure(f"{self.url} read another version {identity.number} in {root}")
+            raise ServerFailure(f"{self.url} read a different version {identity.number} in {root}")
 
     def _rpc(self, method: str, arguments: dict[str, Any]) -> Any:
         body = {"method": method, "kwargs": arguments}
-        return self._call("POST", "/collective_rpc", self._timeouts.update, body)
+        return self._call("POST", "/collective_rpc", self._settings.update_timeout, body)
 
-    def _get_text(self, path: str) -> str:
-        return self._answer("GET", path, self._timeouts.quick).text
+    @contextlib.contextmanager
+    def _parsing(self) -> Iterator[None]:
+        """Turns errors in reading an answer into ServerFailure."""
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ServerFailure(f"{self.url} gave an unexpected answer: {error!r}") from None
 
     def _call(self, method: str, path: str, timeout: float, body: Any = None) -> Any:
         answer = self._answer(method, path, timeout, body)
@@ -248,23 +258,32 @@ class VllmServer:
     def _answer(
         self, method: str, path: str, timeout: float, body: Any = None
     ) -> requests.Response:
+        inference = path.startswith("/inference")
+        session = self._generations if path.endswith("/generate") else self._control
+        limits = (min(timeout, self._settings.check_timeout), timeout)
         try:
-            answer = self._http.request(method, self.url + path, json=body, timeout=timeout)
+            answer = session.request(method, self.url + path, body, limits)
         except requests.RequestException as error:
             raise ServerFailure(f"{self.url} does not answer ({type(error).__name__})") from None
         if answer.status_code >= 400:
             said = f"{self.url}{path} answered {answer.status_code}: {_message(answer)}"
-            if path.startswith("/inference") and answer.status_code in (400, 413, 422):
+            if inference and answer.status_code in (400, 413, 422):
                 raise RequestRefused(said)
             if answer.status_code == 401:
-                raise ServerMisfit(f"{said}; {_HOW_TO_GIVE_A_KEY}")
+                raise IncompatibleServer(f"{said}; {_HOW_TO_GIVE_A_KEY}")
             if answer.status_code == 404:
-                raise ServerMisfit(f"{said}; {_HOW_TO_START}")
+                raise IncompatibleServer(f"{said}; {_HOW_TO_START}")
             raise ServerFailure(said)
         return answer
 
+    def break_off(self) -> None:
+        """Generations in flight fail now with ServerFailure."""
+        self._generations.break_off()
+
     def close(self) -> None:
-        self._http.close()
+        """Every call in flight fails now, and so do later ones."""
+        self._control.close()
+        self._generations.close()
 
 
 def _message(answer: requests.Response) -> str:
@@ -276,7 +295,7 @@ def _message(answer: requests.Response) -> str:
 
 
 def _prefix_cache(text: str) -> PrefixCache:
-    """From Prometheus' text format, over all engines of the server."""
+    """Summed over all engines of the server, from Prometheus' text format."""
     counts = {"queries": 0.0, "hits": 0.0}
     for line in text.splitlines():
         name = line.partition("{")[0]
@@ -287,7 +306,7 @@ def _prefix_cache(text: str) -> PrefixCache:
 
 
 def _find(config: Any, key: str) -> Any:
-    """The value of a key, wherever in nested dictionaries it is."""
+    """The value of a key anywhere in nested dictionaries."""
     if not isinstance(config, dict):
         return None
     if key in config:

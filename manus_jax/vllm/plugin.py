@@ -1,4 +1,4 @@
-"""What vLLM loads by itself through its `vllm.general_plugins` entry point: one registration."""
+"""The vLLM plug-in (`vllm.general_plugins` entry point): registers the weight transfer back end."""
 
 import contextlib
 
@@ -6,12 +6,12 @@ BACKEND = "manus_jax"
 
 
 def register() -> None:
-    """Makes `--weight-transfer-config '{"backend": "manus_jax"}'` known; may be called again."""
+    """Enables `--weight-transfer-config '{"backend": "manus_jax"}'`; may be called repeatedly."""
     from vllm.distributed.weight_transfer import (  # type: ignore[import-not-found, unused-ignore]
         WeightTransferEngineFactory,
     )
 
-    with contextlib.suppress(ValueError):  # it is registered already
+    with contextlib.suppress(ValueError):  # already registered
         WeightTransferEngineFactory.register_engine(
             BACKEND, "manus_jax.vllm.transfer", "FileWeightTransfer"
         )

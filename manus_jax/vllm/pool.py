@@ -1,108 +1,115 @@
-"""An engine over any number of vLLM servers: requests go out to them, weights too.
+"""An engine over any number of vLLM servers.
 
-The one idea: one thread hands requests to servers, and every request in flight has its own. What
-was in flight on a server that fails is served elsewhere, with the same seed; an answer that comes
-after all is dropped. Which servers there are to choose from is the fleet's business.
+`VllmPool` owns all state: the servers, the queue and the requests in flight, under one lock. A
+server is in service while it holds the current weights. There is one way into service, for a server
+that is new, was restarted, failed or missed an update: it loads the current version. Requests,
+health checks and aborts run on one bounded executor. Requests in flight on a server that fails are
+sent to another one with the same seed; an answer that arrives late is dropped.
 """
 
 import contextlib
 import dataclasses
 import itertools
+import logging
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from urllib.parse import urlsplit
 
+from manus_jax.config.server_settings import VllmSettings
 from manus_jax.engines.protocol import EngineError, Generation, Request
 from manus_jax.engines.sampling import problem_with
 from manus_jax.models.architecture import Architecture
-from manus_jax.vllm import routing as routing
-from manus_jax.vllm.client import RequestRefused, ServerFailure, VllmServer
-from manus_jax.vllm.fleet import Fleet, Member, PoolSettings
+from manus_jax.servers.health import BackOff
+from manus_jax.vllm import routing
+from manus_jax.vllm.client import (
+    IncompatibleServer,
+    RequestRefused,
+    ServerFailure,
+    VllmServer,
+    label_of,
+)
+from manus_jax.vllm.compatibility import check_compatible
+from manus_jax.vllm.members import Job, Member
+from manus_jax.vllm.routing import VllmServerState
 from manus_jax.weights.manifest import Identity
+
+_log = logging.getLogger(__name__)
+_UPKEEP_WORKERS = 3  # per server: a check or a return to service, an update, an abort
+_CLOSED = "the engine is closed"
 
 
 class WeightPublisher(Protocol):
-    """Where new weights are put for servers to fetch (`weights.publisher.Publisher`)."""
+    """Publishes weights for servers to fetch (`weights.publisher.Publisher`)."""
 
     root: Path
 
     def publish(self, params: Any, version: int) -> Any: ...
 
 
-@dataclasses.dataclass(eq=False)
-class _Job:
-    """A request on its way. `errand` names the attempt whose answer counts, `member` its server."""
-
-    request: Request
-    future: "Future[Generation]"
-    failures: int = 0
-    errand: str = ""
-    member: Member | None = None
-
-
 class VllmPool:
     """An `Engine` over servers by URL.
 
     Args:
-      urls: of servers that run; more may join, and any may leave.
-      max_length: tokens that a prompt and its generation may have together; a server whose context
-        is shorter does not serve.
-      publisher: takes new weights. Without it the servers keep the weights that they have, which
+      urls: servers that run, or will; more can be added, and any can be removed.
+      max_length: tokens of a prompt and its generation together; a server with a shorter context
+        is incompatible.
+      publisher: publishes new weights, for `update_weights`.
+      root: where weights are published; None: the servers keep the weights that they have, which
         are called version 0.
-      target: what was published last, the first weights.
-      model: what the servers must serve; None: anything.
-      closing: called, the last first, when the pool is closed.
+      target: the version in `root` that servers must hold.
+      model: the architecture that servers must serve; None: any.
+      api_key: the key of the servers.
+      resources: closed after the pool.
     """
+
+    on_learner_device: ClassVar[bool] = False
 
     def __init__(
         self,
         urls: Iterable[str],
         max_length: int,
+        settings: VllmSettings,
         *,
         publisher: WeightPublisher | None = None,
+        root: Path | None = None,
         target: Identity | None = None,
         model: Architecture | None = None,
-        settings: PoolSettings | None = None,
-        closing: Sequence[Callable[[], None]] = (),
+        api_key: str | None = None,
+        resources: contextlib.ExitStack | None = None,
     ) -> None:
-        self._settings = settings or PoolSettings()
+        self._settings = settings
+        self._back_off = BackOff(first=settings.first_retry, limit=settings.longest_retry)
         self._max_length = max_length
         self._publisher = publisher
+        self._root = publisher.root if publisher is not None else root
+        self._model = model
+        self._api_key = api_key
+        self._resources = resources or contextlib.ExitStack()
         self._version = 0 if target is None else target.number
-        self._closing = list(closing)
-        # All below is under this lock, and whoever changes it tells the others.
+        # Everything below is guarded by this lock; changes are notified.
         self._change = threading.Condition()
-        self._homes: dict[str, str] = {}
-        self._waiting: deque[_Job] = deque()
-        self._flying: set[_Job] = set()
+        self._target = target
+        self._members: dict[str, Member] = {}
+        self._homes: dict[str, str] = {}  # session → URL of the server that has its cache
+        self._waiting: deque[Job] = deque()
+        self._flying: set[Job] = set()
         self._moves = 0
-        self._served_at = time.monotonic()
+        self._down_since = time.monotonic()  # while no server is in service
         self._closed: str | None = None
-        self._errands = (f"{uuid.uuid4().hex[:8]}-{n}" for n in itertools.count())
-        self._fleet = Fleet(
-            urls,
-            max_length,
-            None if publisher is None else publisher.root,
-            target,
-            model,
-            self._settings,
-            self._change,
-            self._server_went_down,
-        )
-        self._dispatcher = threading.Thread(target=self._dispatch, name="vllm-pool", daemon=True)
-        self._dispatcher.start()
-        try:
-            self._fleet.await_service()
-        except EngineError:
-            self._closing.clear()  # nothing was handed over yet
-            self.close()
-            raise
+        self._attempt_ids = (f"{uuid.uuid4().hex[:8]}-{n}" for n in itertools.count())
+        self._workers, self._worker_count = ThreadPoolExecutor(1, "vllm"), 1
+        for url in urls:
+            self.add_server(url)
+        if not self._members:
+            raise EngineError("a pool needs the URL of at least one vLLM server")
+        self._maintenance = threading.Thread(target=self._maintain, name="vllm-pool", daemon=True)
+        self._maintenance.start()
 
     @property
     def version(self) -> int:
@@ -114,9 +121,9 @@ class VllmPool:
 
     @property
     def urls(self) -> list[str]:
-        """Of its servers, in service or not."""
+        """All servers, in service or not."""
         with self._change:
-            return list(self._fleet.members)
+            return list(self._members)
 
     def submit(self, request: Request) -> "Future[Generation]":
         """Raises EngineError for a request that can never be served, and when the queue is full."""
@@ -131,17 +138,17 @@ class VllmPool:
             raise EngineError(f"session {request.session!r}: {problem}")
         most = min(request.sampling.max_tokens, room)
         sampling = dataclasses.replace(request.sampling, max_tokens=most)
-        job = _Job(dataclasses.replace(request, sampling=sampling), Future())
+        job = Job(dataclasses.replace(request, sampling=sampling), Future())
         with self._change:
             if self._closed is not None:
                 raise EngineError(self._closed)
             if len(self._waiting) >= self._settings.queue_size:
                 raise EngineError(
-                    f"{len(self._waiting)} requests are waiting already, as many as the queue "
-                    "holds; play fewer episodes at once or add servers"
+                    f"{len(self._waiting)} requests are already waiting, which fills the queue; "
+                    "play fewer episodes at once or add servers"
                 )
             self._waiting.append(job)
-            self._change.notify_all()
+            self._dispatch()
         job.future.add_done_callback(lambda _: self._after(job))
         return job.future
 
@@ -152,40 +159,80 @@ class VllmPool:
     def update_weights(self, params: Any, version: int) -> None:
         """Publishes, and returns when every server in service has loaded the version."""
         if self._publisher is None:
-            raise EngineError(
-                "this pool was given no directory for weights, so its servers keep theirs"
-            )
-        self._fleet.update(self._publisher.publish(params, version).identity)
+            raise EngineError("vllm.push is False: the servers of this pool keep their weights")
+        self.load_version(self._publisher.publish(params, version).identity)
         self._version = version
-        self._fleet.await_service()
+        self.await_service()
+
+    def load_version(self, target: Identity) -> None:
+        """Loads a published version on all servers in service; those that fail are marked down."""
+        with self._change:
+            self._target = target
+            ready = [member for member in self._members.values() if member.state.ready]
+            updates = [self._workers.submit(self._bring_up, member) for member in ready]
+        for update in updates:
+            update.result()
+
+    def await_service(self) -> None:
+        """Waits for a server in service.
+
+        Raises EngineError after `patience` seconds, or at once if no server is compatible.
+        """
+        with self._change:
+            ready = lambda: self._serves() or self._none_compatible()
+            self._change.wait_for(ready, self._settings.patience)
+            if not self._serves():
+                raise EngineError(self._why_none_serves())
+
+    def await_all(self) -> None:
+        """Waits until every server holds the target; EngineError for one that keeps failing."""
+        with self._change:
+            for member in self._members.values():
+                while member.weights != self._target:
+                    if member.state.health.incidents > 2:
+                        raise EngineError(member.state.health.problem)
+                    self._change.wait(1.0)
 
     def add_server(self, url: str) -> None:
-        """It serves as soon as it holds the current weights."""
-        self._fleet.add(url)
+        """The server is used as soon as it holds the current weights."""
+        url = url.rstrip("/")
+        with self._change:
+            if url not in self._members and self._closed is None:
+                server = VllmServer(url, self._settings, self._api_key)
+                self._members[url] = Member(server, VllmServerState(url))
+                self._grow_workers()
+                self._change.notify_all()
 
     def remove_server(self, url: str) -> None:
-        """It gets no more requests; those in flight on it are served elsewhere."""
-        self._fleet.remove(url)
+        """The server gets no more requests; those in flight on it are sent to others."""
+        url = url.rstrip("/")
+        with self._change:
+            member = self._members.get(url)
+            if member is not None and self._closed is None:
+                self._mark_down(member, "it was removed")
+                del self._members[url]
+                member.server.close()
 
     def close(self) -> None:
         """Requests that wait or run fail."""
         with self._change:
-            self._closed = self._closed or "the engine is closed"
+            self._closed = _CLOSED
             jobs = [*self._waiting, *self._flying]
             self._waiting.clear()
             self._flying.clear()
             self._change.notify_all()
         for job in jobs:
-            _fail(job, "the engine is closed")
-        self._dispatcher.join()
-        self._fleet.close()
-        while self._closing:
-            self._closing.pop()()
+            job.fail(_CLOSED)
+        self._maintenance.join()
+        for member in self._members.values():
+            member.server.close()
+        self._workers.shutdown()
+        self._resources.close()
 
     def metrics(self) -> dict[str, float]:
-        """What goes on now, and per server what was done since it joined."""
+        """Current load, and totals per server since it joined."""
         with self._change:
-            members = dict(self._fleet.members)
+            members = dict(self._members)
             numbers: dict[str, float] = {
                 "queue_length": len(self._waiting),
                 "in_flight": len(self._flying),
@@ -195,126 +242,268 @@ class VllmPool:
             }
         for url, member in members.items():
             name = f"server/{urlsplit(url).netloc}"
-            counted = dataclasses.asdict(member.counters)
-            numbers |= {f"{name}/{key}": value for key, value in counted.items()}
-            numbers[f"{name}/tokens_per_second"] = _rate(counted["tokens"], counted["busy_seconds"])
-            numbers[f"{name}/prefix_cache_hit_rate"] = _rate(
-                member.cache.hits, member.cache.queries
-            )
-            numbers[f"{name}/in_flight"] = member.state.in_flight
-            numbers[f"{name}/ready"] = member.state.ready
+            numbers |= {f"{name}/{key}": value for key, value in member.metrics().items()}
         return numbers
 
-    def _dispatch(self) -> None:
+    def _maintain(self) -> None:
+        """Checks servers in service, tries those that are not, and fails requests in vain."""
         with self._change:
             while self._closed is None:
-                self._drop_cancelled()
-                if not self._send_one():
-                    self._give_up_if_nobody_serves()
-                    self._change.wait(1.0)
+                now = time.monotonic()
+                for member in self._members.values():
+                    if member.attended:
+                        continue
+                    if routing.due(member.state, now):
+                        self._attend(member, self._bring_up)
+                    elif member.state.ready and now >= member.check_at:
+                        member.check_at = now + self._settings.check_every
+                        self._attend(member, self._check)
+                if not self._serves() and now - self._down_since > self._settings.patience:
+                    while self._waiting:
+                        self._waiting.popleft().fail(self._why_none_serves())
+                self._change.wait(self._seconds_to_next(now))
 
-    def _drop_cancelled(self) -> None:
-        for job in [job for job in self._waiting if job.future.cancelled()]:
-            job.future.set_running_or_notify_cancel()
-            self._waiting.remove(job)
+    def _bring_up(self, member: Member) -> None:
+        """Puts a server into service with the current weights, or marks it down."""
+        with member.loading:
+            try:
+                capacity, label = self._examine(member)
+                while not self._put_in_service(member, self._load(member, label), capacity):
+                    pass
+            except ServerFailure as error:
+                with self._change:
+                    member.incompatible = isinstance(error, IncompatibleServer)
+                    self._mark_down(member, str(error))
 
-    def _send_one(self) -> bool:
-        """The first in the queue to its server; False when it has to wait."""
-        if not self._waiting:
-            return False
-        session = self._waiting[0].request.session
-        home = self._homes.get(session)
-        states = [member.state for member in self._fleet.members.values()]
-        chosen = routing.choose(states, home, self._settings.routing)
-        if chosen is None:
-            return False
-        job = self._waiting.popleft()
-        member = self._fleet.members[chosen.url]
-        self._moves += home is not None and home != chosen.url
-        self._homes[session] = chosen.url
-        member.become(routing.sent(member.state))
-        member.counters.requests += 1
-        job.member, job.errand = member, next(self._errands)
-        self._flying.add(job)
-        threading.Thread(target=self._serve, args=(job, member, job.errand), daemon=True).start()
-        return True
+    def _examine(self, member: Member) -> tuple[int, str]:
+        """The server's capacity and the label of its weights; ServerFailure if incompatible.
 
-    def _give_up_if_nobody_serves(self) -> None:
-        now = time.monotonic()
-        if self._fleet.serves:
-            self._served_at = now
-        elif now - self._served_at > self._settings.patience:
-            while self._waiting:
-                _fail(self._waiting.popleft(), self._fleet.why_nobody_serves())
+        A server in service that still holds the weights it was given is not examined again.
+        """
+        label = member.server.weight_label() if member.state.ready else None
+        if label is not None and member.weights is not None and label == label_of(member.weights):
+            return member.state.capacity, label
+        info = member.server.info()
+        check_compatible(member.server, info, self._max_length, self._root is not None, self._model)
+        return info.max_requests, member.server.weight_label()
 
-    def _serve(self, job: _Job, member: Member, errand: str) -> None:
-        """One attempt, in a thread of its own."""
-        other_weights = self._version if self._publisher is None else None
-        made: Generation | None = None
-        failure: EngineError | None = None
-        problem = None
-        try:
-            made = member.server.generate(job.request, errand, other_weights)
-        except RequestRefused as error:
-            failure = error
-        except ServerFailure as error:
-            failure = error
-            if not job.future.done():  # else it ended because it was told to
-                problem = self._fleet.problem_of(member)
+    def _load(self, member: Member, label: str) -> Identity | None:
+        target = self._target
+        if target is None or self._root is None:
+            return target
+        if label == label_of(target):
+            member.server.resume()
+        else:
+            member.counters.paused_seconds += member.server.load(self._root, target)
+            member.counters.updates += 1
+        return target
+
+    def _put_in_service(self, member: Member, loaded: Identity | None, capacity: int) -> bool:
+        """False if there are newer weights by now."""
         with self._change:
-            if job not in self._flying or job.errand != errand:
-                return  # it is being served elsewhere, or nobody waits for it
+            if loaded != self._target:
+                return False
+            member.weights, member.incompatible = loaded, False
+            if member.state.health.down:
+                _log.warning("%s is in service again", member.state.url)
+            member.become(routing.came_up(member.state, capacity))
+            member.check_at = time.monotonic() + self._settings.check_every
+            self._grow_workers()
+            self._dispatch()
+            self._change.notify_all()
+            return True
+
+    def _check(self, member: Member) -> None:
+        """A health check. It does not take `loading`: an update must not wait for it, and reports
+        its own problems."""
+        weights = member.weights
+        problem = self._problem(member)
+        with contextlib.suppress(ServerFailure):  # only metrics; the server works without them
+            member.cache = member.server.prefix_cache()
+        with self._change:
+            updated = member.loading.locked() or member.weights is not weights
+            if problem is not None and member.state.ready and not updated:
+                self._mark_down(member, problem)
+
+    def _problem(self, member: Member) -> str | None:
+        """What is wrong with a server that should be in service."""
+        try:
+            member.server.check_health()
+            label = member.server.weight_label()
+        except ServerFailure as error:
+            return str(error)
+        if member.weights is not None and label != label_of(member.weights):
+            return (
+                f"{member.state.url} was restarted: it holds weights {label!r} and was given "
+                f"{label_of(member.weights)!r}"
+            )
+        return None
+
+    def _serve(self, job: Job, member: Member, attempt_id: str) -> None:
+        """One attempt at a request."""
+        other_weights = self._version if self._root is None else None
+        outcome: Generation | EngineError
+        try:
+            outcome = member.server.generate(job.request, attempt_id, other_weights)
+        except (RequestRefused, ServerFailure) as error:
+            outcome = error
+        problem = None
+        if isinstance(outcome, ServerFailure) and not job.future.done():
+            if not self._is_current(job, attempt_id):
+                return
+            with member.loading:
+                problem = self._problem(member)
+        with self._change:
+            if not self._is_current(job, attempt_id):
+                return  # it is served elsewhere, or the pool is closed
             if problem is not None:
-                self._fleet.put_aside(member, problem)
+                self._mark_down(member, problem)
                 return
             member.become(routing.answered(member.state))
-            if isinstance(failure, ServerFailure) and not job.future.cancelled():
+            if isinstance(outcome, ServerFailure) and not job.future.cancelled():
                 member.counters.failures += 1
-                self._try_again(job, str(failure))
+                self._retry(job, str(outcome))
+                self._dispatch()
                 return
             self._flying.discard(job)
-            member.counters.tokens += 0 if made is None else len(made.token_ids)
-            self._change.notify_all()
-        if made is None:
-            _fail(job, f"session {job.request.session!r}: {failure}")
+            if isinstance(outcome, Generation):
+                member.counters.tokens += len(outcome.token_ids)
+            self._dispatch()
+        if not isinstance(outcome, Generation):
+            job.fail(f"session {job.request.session!r}: {outcome}")
         elif job.future.set_running_or_notify_cancel():
-            job.future.set_result(made)
+            job.future.set_result(outcome)
 
-    def _server_went_down(self, member: Member, problem: str) -> None:
-        for job in [job for job in self._flying if job.member is member]:
-            self._try_again(job, problem)
+    def _is_current(self, job: Job, attempt_id: str) -> bool:
+        with self._change:
+            return job in self._flying and job.attempt_id == attempt_id
 
-    def _try_again(self, job: _Job, problem: str) -> None:
-        """Back into the queue, at its head, unless it failed too often. Under the lock."""
-        self._flying.discard(job)
-        job.member, job.errand = None, ""
-        job.failures += 1
-        if job.failures < self._settings.attempts or job.future.cancelled():
-            self._waiting.appendleft(job)
-        else:
-            _fail(job, f"failed {job.failures} times, last: {problem}")
-        self._change.notify_all()
-
-    def _after(self, job: _Job) -> None:
-        """Of a request that was cancelled, the server is told; beside, as that may take time."""
-        if not job.future.cancelled() or self._closed is not None:
+    def _after(self, job: Job) -> None:
+        """Drops a cancelled request from the queue, or aborts it on its server."""
+        if not job.future.cancelled():
             return
         with self._change:
-            member, errand = job.member, job.errand
-            self._change.notify_all()
-        if member is not None:
-            threading.Thread(target=_abort, args=(member.server, errand), daemon=True).start()
+            if self._closed is not None:
+                return
+            if job in self._waiting:
+                self._waiting.remove(job)
+                job.future.set_running_or_notify_cancel()
+            elif job.member is not None:
+                job.member.to_abort.append(job.attempt_id)
+                if not job.member.aborting:
+                    job.member.aborting = True
+                    self._start(self._abort, job.member)
+
+    def _abort(self, member: Member) -> None:
+        while True:
+            with self._change:
+                attempt_ids, member.to_abort = member.to_abort, []
+                if not attempt_ids:
+                    member.aborting = False
+                    return
+            with contextlib.suppress(ServerFailure):  # then the generation runs to its end
+                member.server.abort(attempt_ids)
+
+    # The following are called with the lock held.
+
+    def _serves(self) -> bool:
+        """Whether any server is in service."""
+        return any(member.state.ready for member in self._members.values())
+
+    def _none_compatible(self) -> bool:
+        return bool(self._members) and all(m.incompatible for m in self._members.values())
+
+    def _why_none_serves(self) -> str:
+        problems = [member.state.health.problem for member in self._members.values()]
+        why = "; ".join(problems) or "none is left"
+        if self._none_compatible():
+            return f"no vLLM server can be used: {why}"
+        return f"no vLLM server is in service after {self._settings.patience:g} s: {why}"
+
+    def _mark_down(self, member: Member, problem: str) -> None:
+        """Takes a server out of service; its requests are sent to others."""
+        url = member.state.url
+        if self._closed is not None or self._members.get(url) is not member:
+            return
+        if member.state.health.problem != problem:
+            _log.warning("%s is out of service: %s", url, problem)
+        member.counters.failures += 1
+        now, served = time.monotonic(), self._serves()
+        member.become(routing.went_down(member.state, problem, now, self._back_off))
+        if served and not self._serves():
+            self._down_since = now
+            patience = self._settings.patience
+            _log.warning("no vLLM server is in service: waiting up to %g s for one", patience)
+        for job in [job for job in self._flying if job.member is member]:
+            self._retry(job, problem)
+        member.server.break_off()
+        self._dispatch()
+        self._change.notify_all()
+
+    def _retry(self, job: Job, problem: str) -> None:
+        """Puts a request back at the head of the queue, unless it failed too often."""
+        self._flying.discard(job)
+        job.member, job.attempt_id = None, ""
+        job.failures += 1
+        if job.future.cancelled():
+            job.future.set_running_or_notify_cancel()
+        elif job.failures < self._settings.attempts:
+            self._waiting.appendleft(job)
+        else:
+            job.fail(f"failed {job.failures} times, last: {problem}")
+
+    def _dispatch(self) -> None:
+        """Sends waiting requests, in order, as long as there is a server with room."""
+        while self._waiting:
+            session = self._waiting[0].request.session
+            home = self._homes.get(session)
+            states = [member.state for member in self._members.values()]
+            chosen = routing.choose(states, home, self._settings.imbalance)
+            if chosen is None:
+                return
+            job, member = self._waiting.popleft(), self._members[chosen.url]
+            self._moves += home is not None and home != chosen.url
+            self._homes[session] = chosen.url
+            member.become(routing.sent(member.state))
+            member.counters.requests += 1
+            job.member, job.attempt_id = member, next(self._attempt_ids)
+            self._flying.add(job)
+            self._start(self._serve, job, member, job.attempt_id)
+
+    def _attend(self, member: Member, work: Callable[[Member], None]) -> None:
+        """Runs upkeep of a server on a worker, one at a time per server."""
+        member.attended = True
+
+        def attended(_: "Future[None]") -> None:
+            with self._change:
+                member.attended = False
+                self._change.notify_all()
+
+        self._start(work, member).add_done_callback(attended)
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> "Future[None]":
+        started = self._workers.submit(work, *arguments)
+        started.add_done_callback(_log_bug)
+        return started
+
+    def _grow_workers(self) -> None:
+        """Keeps a worker for each request that the servers can run, and some for upkeep."""
+        members = self._members.values()
+        count = sum(member.state.capacity + _UPKEEP_WORKERS for member in members)
+        if count > self._worker_count:
+            self._workers.shutdown(wait=False)  # what was submitted still runs
+            self._workers, self._worker_count = ThreadPoolExecutor(count, "vllm"), count
+
+    def _seconds_to_next(self, now: float) -> float:
+        """Seconds until some server needs attention, at most 1."""
+        idle = [member for member in self._members.values() if not member.attended]
+        times = [m.check_at if m.state.ready else m.state.health.retry_at for m in idle]
+        if self._waiting and not self._serves():
+            times.append(self._down_since + self._settings.patience)
+        return min(1.0, max(0.005, min(times, default=now + 1.0) - now))
 
 
-def _abort(server: VllmServer, errand: str) -> None:
-    with contextlib.suppress(ServerFailure):  # then the server finds out by itself
-        server.abort([errand])
-
-
-def _rate(count: float, of: float) -> float:
-    return count / of if of else 0.0
-
-
-def _fail(job: _Job, problem: str) -> None:
-    if job.future.set_running_or_notify_cancel():
-        job.future.set_exception(EngineError(problem))
+def _log_bug(task: "Future[None]") -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        _log.error("a worker of the vLLM pool failed", exc_info=error)

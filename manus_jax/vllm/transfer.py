@@ -1,15 +1,15 @@
 # mypy: disable-error-code="import-not-found, import-untyped, misc"
-"""Published versions into a running vLLM: the part that lives in each of its workers.
+"""Loads published versions into a running vLLM; runs in each of its workers.
 
-A worker holds a mirror of the weights in Hugging Face's names. `fetch_weights` starts a thread that
-brings the mirror to a version, so that reading and checking cost no generation any time, and
-nothing that is wrong with the files can reach the model. Inside vLLM's own update (start, update,
-finish) the mirror is loaded through the model's loaders, which know how tensors are fused, split
-over devices and laid out. All of it is loaded: vLLM would leave the rest of a fused tensor empty.
+A worker holds a mirror of the weights under their Hugging Face names. `fetch_weights` starts a
+thread that brings the mirror to a version, so that reading and checking do not delay generation,
+and damaged files never reach the model. During vLLM's update (start, update, finish) the mirror is
+loaded through the model's own loaders, which fuse, shard and lay out tensors. All tensors are
+loaded, because vLLM would leave the rest of a fused tensor empty.
 
-On CPU that takes long, since every matrix is packed anew, so it is done by the thread too, into a
-twin of the model, and the update only exchanges the two. The server then needs room for the weights
-twice; with `MANUS_JAX_STAGE_WEIGHTS=0` it does not. Runs in vLLM's environment, without JAX.
+On CPU this is slow, since every matrix is repacked, so the thread also loads a staged copy of the
+model, and the update only copies it over. The server then holds the weights twice, unless
+`MANUS_JAX_STAGE_WEIGHTS=0` is set. Runs in vLLM's environment, without JAX.
 """
 
 import copy
@@ -43,24 +43,24 @@ from manus_jax.weights.mirror import Mirror
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-register()  # for a server that was told of this module and not of the entry point
+register()  # for a server that loads this module without the entry point
 
 
 @dataclasses.dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """There is nothing to agree on beforehand."""
+    """Empty: the transfer needs no setup."""
 
 
 @dataclasses.dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """The version to load, which must have been fetched."""
+    """The version to load; it must have been fetched."""
 
     number: int
     id: str
 
 
 class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """vLLM's side of `manus_jax.weights`, one in each worker."""
+    """vLLM's side of `manus_jax.weights`, one per worker."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
@@ -69,8 +69,8 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         super().__init__(*args)
         wanted = os.environ.get("MANUS_JAX_STAGE_WEIGHTS", "1") != "0"
         self._stages = wanted and self.device.type == "cpu"
-        self._twin: torch.nn.Module | None = None
-        self._staged = False  # the twin holds the mirror's version
+        self._staged_model: torch.nn.Module | None = None
+        self._is_staged = False  # the staged model holds the mirror's version
         self._mirror: Mirror | None = None
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
@@ -79,10 +79,10 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         pass
 
     def fetch(self, directory: str, number: int) -> None:
-        """Begins to bring the mirror to a version; a fetch under way is waited for first."""
+        """Starts bringing the mirror to a version, after any fetch that is still running."""
         if self._thread is not None:
             self._thread.join()
-        self._problem, self._staged = None, False
+        self._problem, self._is_staged = None, False
         arguments = (Path(directory), number)
         self._thread = threading.Thread(target=self._fetch, args=arguments, daemon=True)
         self._thread.start()
@@ -93,24 +93,24 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
                 self._mirror = Mirror()
             self._mirror.advance(directory, number)
             if self._stages:
-                if self._twin is None:
-                    self._twin = _twin_of(self.model)
-                self._load_into(self._twin)
-                self._staged = True
+                if self._staged_model is None:
+                    self._staged_model = _copy_of(self.model)
+                self._load_into(self._staged_model)
+                self._is_staged = True
         except (WeightsError, OSError) as error:
             self._problem = str(error)
-        except Exception as error:  # of vLLM's loaders; nobody else would tell of it
-            self._problem, self._twin = repr(error), None
+        except Exception as error:  # from vLLM's loaders; reported by `fetched`
+            self._problem, self._staged_model = repr(error), None
 
     def fetched(self) -> dict[str, Any]:
-        """`busy`, what went wrong (`error`), the version that is held, and whether it is `staged`:
-        ready in the twin, and not to be loaded in the pause."""
+        """Whether a fetch is `busy`, its `error`, the version `held` by the mirror, and whether it
+        is `staged`, so that the pause only copies it."""
         held = None if self._mirror is None else self._mirror.held
         return {
             "busy": self._thread is not None and self._thread.is_alive(),
             "error": self._problem,
             "held": None if held is None else dataclasses.asdict(held),
-            "staged": self._staged,
+            "staged": self._is_staged,
         }
 
     def start_weight_update(self) -> None:
@@ -126,8 +126,8 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         state = self.fetched()
         if self._mirror is None or state["busy"] or self._mirror.held != wanted:
             raise ValueError(f"version {wanted.number} was not fetched before its update: {state}")
-        if self._twin is not None and self._staged:
-            _become(self.model, self._twin)
+        if self._staged_model is not None and self._is_staged:
+            _copy_into(self.model, self._staged_model)
         else:
             self._load_into(self.model)
 
@@ -146,7 +146,7 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def shutdown(self) -> None:
         if self._mirror is not None:
             self._mirror.close()
-            self._mirror = self._twin = None
+            self._mirror = self._staged_model = None
 
 
 class WeightsWorker:
@@ -161,7 +161,7 @@ class WeightsWorker:
         return self.weight_transfer_engine.fetched()
 
     def served_config(self) -> dict[str, Any]:
-        """What is served, as transformers completes its `config.json`."""
+        """The served model's `config.json`, with transformers' defaults filled in."""
         config = self.weight_transfer_engine.model_config.hf_config
         return json.loads(config.to_json_string(use_diff=False))
 
@@ -173,14 +173,14 @@ def _tensors(mirror: Mirror) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def as_tensor(raw: np.ndarray, spec: TensorSpec) -> torch.Tensor:
-    """Bytes `[bytes]` as a tensor of its own type and shape; a view."""
+    """A view of bytes `[bytes]` as a tensor of the given type and shape."""
     return torch.from_numpy(np.asarray(raw)).view(_DTYPES[spec.dtype]).reshape(spec.shape)
 
 
 @torch.no_grad()
-def _twin_of(model: torch.nn.Module) -> torch.nn.Module:
-    """The same modules with tensors of their own."""
-    # Parts of vLLM that only its own reloading uses: a server on GPUs does without them.
+def _copy_of(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of the model with its own tensors, loadable like the original."""
+    # Internals of vLLM's reloading, imported here because servers on GPUs do not need them.
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 
@@ -188,20 +188,20 @@ def _twin_of(model: torch.nn.Module) -> torch.nn.Module:
 
     def own(named: dict[str, Any]) -> dict[str, Any]:
         for tensor in named.values():
-            if tensor not in tensors:  # those that modules share stay shared
-                tensors[tensor] = twin = tensor.data.clone()
-                twin.__class__ = tensor.__class__
-                twin.__dict__ = tensor.__dict__.copy()
+            if tensor not in tensors:  # tensors shared between modules stay shared
+                tensors[tensor] = copied = tensor.data.clone()
+                copied.__class__ = tensor.__class__
+                copied.__dict__ = tensor.__dict__.copy()
         return {name: tensors[tensor] for name, tensor in named.items()}
 
     modules: dict[Any, Any] = {None: None}
     for module in model.modules():
-        modules[module] = twin = copy.copy(module)
-        twin._parameters, twin._buffers = own(module._parameters), own(module._buffers)
-        twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-        known, info = get_layerwise_info(module), get_layerwise_info(twin)
+        modules[module] = copied = copy.copy(module)
+        copied._parameters, copied._buffers = own(module._parameters), own(module._buffers)
+        copied._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        known, info = get_layerwise_info(module), get_layerwise_info(copied)
         info.restore_device = known.restore_device
-        # Copies, since they come to refer to the module that is loaded.
+        # Copied, because loading makes them refer to the loaded module.
         parameters, buffers = (
             {name: to_meta_tensor(tensor) for name, tensor in named.items()}
             for named in known.restore_metadata
@@ -214,20 +214,20 @@ def _twin_of(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def _become(model: torch.nn.Module, twin: torch.nn.Module) -> None:
-    """Takes over the twin's tensors, in place, and its packed matrices."""
+def _copy_into(model: torch.nn.Module, staged: torch.nn.Module) -> None:
+    """Copies the staged tensors in place and takes over the packed matrices."""
     for named in ("named_parameters", "named_buffers"):
-        new = dict(getattr(twin, named)())
+        new = dict(getattr(staged, named)())
         for name, tensor in getattr(model, named)():
             tensor.data.copy_(new[name].data)
-    for module, other in zip(model.modules(), twin.modules(), strict=True):
+    for module, other in zip(model.modules(), staged.modules(), strict=True):
         if "cpu_linear" in vars(other):
             module.cpu_linear = other.cpu_linear
 
 
 def _repack_heads(model: torch.nn.Module) -> None:
-    """On CPU an LM head multiplies with a packed copy of its weights. Where it shares them with the
-    embedding, vLLM loads and packs the embedding, and the head keeps its old copy."""
+    """On CPU an LM head uses a packed copy of its weights. If they are tied to the embedding, vLLM
+    repacks the embedding only, and the head would keep its old copy."""
     embeddings = [
         m
         for m in model.modules()

@@ -6,12 +6,13 @@ import socket
 import pytest
 from scripted_servers import Hang, HangUp, Reply, TextcraftStub, recorded, serving
 
-from manus_jax.agentgym.client import Connection, Session, Timeouts, server_root
+from manus_jax.agentgym.client import Connection, Session, server_root
 from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind
 from manus_jax.agentgym.table import ENVIRONMENTS, environment
+from manus_jax.config.server_settings import EnvPoolSettings
 
 TEXTCRAFT = ENVIRONMENTS["textcraft"]
-HASTY = Timeouts(connect=2.0, read=0.2)
+HASTY = EnvPoolSettings(connect_timeout=2.0, read_timeout=0.2)
 PAGE = Reply("<!DOCTYPE html><html><body>nginx</body></html>", 200, "text/html")
 
 
@@ -175,11 +176,11 @@ def test_the_check_of_a_server_refuses_a_web_page_and_a_missing_route() -> None:
         serving(lambda *request: PAGE) as url,
         pytest.raises(EnvironmentFailure, match="not an AgentGym server"),
     ):
-        Connection(TEXTCRAFT, url, Timeouts()).check()
+        Connection(TEXTCRAFT, url, EnvPoolSettings()).check()
     with serving(recorded("weather")) as url:
-        Connection(ENVIRONMENTS["weather"], url, Timeouts()).check()
+        Connection(ENVIRONMENTS["weather"], url, EnvPoolSettings()).check()
         with pytest.raises(EnvironmentFailure, match="does not serve maze"):
-            Connection(ENVIRONMENTS["maze"], url, Timeouts()).check_routes()
+            Connection(ENVIRONMENTS["maze"], url, EnvPoolSettings()).check_routes()
 
 
 def test_the_check_of_a_server_notices_another_environments_fields() -> None:
@@ -188,9 +189,9 @@ def test_the_check_of_a_server_notices_another_environments_fields() -> None:
         return Reply('"ok"') if path == "/" else Reply(json.dumps({"detail": missing}), 422)
 
     with serving(sqlgym) as url:
-        Connection(ENVIRONMENTS["sqlgym"], url, Timeouts()).check_routes()
+        Connection(ENVIRONMENTS["sqlgym"], url, EnvPoolSettings()).check_routes()
         with pytest.raises(EnvironmentFailure, match="step wants env_idx, action, but textcraft"):
-            Connection(TEXTCRAFT, url, Timeouts()).check_routes()
+            Connection(TEXTCRAFT, url, EnvPoolSettings()).check_routes()
 
 
 @pytest.mark.bug("B33")

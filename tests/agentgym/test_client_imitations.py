@@ -5,11 +5,11 @@ from imitated_servers import Sheet, Todo, WebArena, academia, alfworld, searchqa
 from scripted_servers import TRANSCRIPTS, serving
 
 from envs.registry import ENVIRONMENTS as EMBEDDED
-from manus_jax.agentgym.client import Connection, Session, Timeouts
+from manus_jax.agentgym.client import Connection, Session
 from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind
-from manus_jax.agentgym.leases import PoolSettings
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.table import ENVIRONMENTS
+from manus_jax.config.server_settings import EnvPoolSettings
 
 SERVERS = {
     "alfworld": alfworld,
@@ -40,11 +40,11 @@ def failure_of(session: Session, action: str) -> EnvironmentFailure:
 @pytest.mark.parametrize("name", SERVERS)
 def test_each_server_passes_for_its_own_environment_and_for_no_other_family(name: str) -> None:
     with serving(SERVERS[name]()) as url:
-        Connection(ENVIRONMENTS[name], url, Timeouts()).check_routes()
+        Connection(ENVIRONMENTS[name], url, EnvPoolSettings()).check_routes()
         if name != "webarena":  # which says nothing of the fields it takes
             stranger = "sqlgym" if name == "alfworld" else "textcraft"
             with pytest.raises(EnvironmentFailure, match="serves another environment"):
-                Connection(ENVIRONMENTS[stranger], url, Timeouts()).check_routes()
+                Connection(ENVIRONMENTS[stranger], url, EnvPoolSettings()).check_routes()
 
 
 @pytest.mark.parametrize("name", SERVERS)
@@ -150,7 +150,7 @@ def test_webarena_failures_that_look_like_observations_are_failures() -> None:
 
 def test_webarena_tells_of_an_exception_in_a_page_and_is_still_a_server() -> None:
     with serving(WebArena().answer) as url:
-        connection = Connection(ENVIRONMENTS["webarena"], url, Timeouts())
+        connection = Connection(ENVIRONMENTS["webarena"], url, EnvPoolSettings())
         with pytest.raises(EnvironmentFailure, match=r"HTTP 500: .*Server Error") as caught:
             connection.json("GET", "/observation?env_idx=77")
         assert caught.value.kind is FailureKind.STATUS
@@ -196,7 +196,7 @@ def test_todo_gives_its_verdict_at_the_end_whatever_the_progress_was() -> None:
 def test_todo_is_played_by_one_at_a_time_as_a_reset_clears_the_account_of_all() -> None:
     server = Todo()
     with serving(server.answer) as url:
-        settings = PoolSettings(lease_timeout=0.2, sessions_per_server=8)
+        settings = EnvPoolSettings(patience=0.2, sessions_per_server=8)
         with EnvironmentPool({"todo": [url]}, settings) as pool:
             with pool.lease("todo") as session:
                 session.reset(0)

@@ -166,7 +166,7 @@ def test_weather_without_its_web_service_is_a_failure_and_not_a_zero() -> None:
         )
         assert date.observation == "Observation: 2023-06-15\nGive me one action."
         action = 'get_latitude_longitude with Action Input: {"name": "Shanghai"}'
-        with pytest.raises(EnvironmentFailure, match="what the server depends on failed") as caught:
+        with pytest.raises(EnvironmentFailure, match="the server depends on failed") as caught:
             session.step(f"Thought: x\n\nAction: {action}")
         assert caught.value.kind is FailureKind.BACKEND
         end = session.step('Thought: done\n\nAction: finish with Action Input: {"answer": "1"}')

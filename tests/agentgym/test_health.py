@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 
 from manus_jax.agentgym.failures import FailureKind
-from manus_jax.agentgym.health import (
-    BackOff,
-    HealthPolicy,
-    ServerState,
+from manus_jax.agentgym.server_state import (
+    EnvServerState,
     available,
     broken,
     choose,
@@ -20,16 +18,17 @@ from manus_jax.agentgym.health import (
     succeeded,
     turned_away,
 )
+from manus_jax.servers.health import BackOff, HealthPolicy
 
 POLICY = HealthPolicy(BackOff(first=1.0, factor=2.0, limit=8.0, jitter=0.5))
-A, B, C = ServerState("a"), ServerState("b"), ServerState("c")
+A, B, C = EnvServerState("a"), EnvServerState("b"), EnvServerState("c")
 
 
-def lost(state: ServerState, now: float, chance: float = 0.0) -> ServerState:
+def lost(state: EnvServerState, now: float, chance: float = 0.0) -> EnvServerState:
     return failed(state, FailureKind.CONNECTION, now, chance, POLICY)
 
 
-def bad(state: ServerState, now: float) -> ServerState:
+def bad(state: EnvServerState, now: float) -> EnvServerState:
     return failed(state, FailureKind.STATUS, now, 0.0, POLICY)
 
 
@@ -56,7 +55,7 @@ def test_the_least_loaded_healthy_server_is_chosen() -> None:
 
 def test_a_lost_server_is_put_aside_and_tried_again_later() -> None:
     aside = lost(A, now=10.0)
-    assert aside.retry_at == 11.0
+    assert aside.health.retry_at == 11.0
     assert not available(aside, now=10.9)
     assert choose([aside, replace(B, leases=50)], now=10.9).url == "b"  # type: ignore[union-attr]
     assert next_trial([aside], now=10.25) == 0.75
@@ -81,14 +80,14 @@ def test_a_good_step_makes_a_suspect_server_healthy() -> None:
     assert not healthy.suspect
     assert healthy.leases == 1
     assert available(healthy, now=0.0)
-    assert lost(healthy, now=20.0).retry_at == 21.0
+    assert lost(healthy, now=20.0).health.retry_at == 21.0
 
 
 def test_one_incident_seen_by_many_sessions_counts_once() -> None:
     state = lost(A, now=0.0)
     for _ in range(63):
         state = lost(state, now=0.5)
-    assert (state.incidents, state.retry_at) == (1, 1.0)
+    assert (state.health.incidents, state.health.retry_at) == (1, 1.0)
 
 
 def test_failed_trials_wait_longer_and_longer_until_the_server_is_broken() -> None:
@@ -96,8 +95,8 @@ def test_failed_trials_wait_longer_and_longer_until_the_server_is_broken() -> No
     now = 0.0
     while not broken(state, POLICY):
         state = lost(granted(state), now)
-        waits.append(state.retry_at - now)
-        now = state.retry_at
+        waits.append(state.health.retry_at - now)
+        now = state.health.retry_at
     assert waits == [1.0, 2.0, 4.0, 8.0]
 
 
@@ -109,7 +108,7 @@ def test_single_bad_answers_are_forgiven_and_a_row_of_them_is_not() -> None:
 
 
 def test_a_bad_answer_to_a_trial_is_enough() -> None:
-    assert bad(granted(lost(A, now=0.0)), now=1.0).incidents == 2
+    assert bad(granted(lost(A, now=0.0)), now=1.0).health.incidents == 2
 
 
 def test_an_unknown_item_says_nothing_about_the_server() -> None:
@@ -140,13 +139,13 @@ def test_a_server_that_answers_badly_is_put_aside_but_not_broken() -> None:
     state = A
     for now in range(100, 1000, 100):
         state = bad(state, now)
-    assert state.incidents > 4
+    assert state.health.incidents > 4
     assert not broken(state, POLICY)
     assert not broken(bad(lost(lost(lost(state, 1e4), 2e4), 3e4), 4e4), POLICY)
 
 
 def test_a_server_holds_no_more_than_its_limit() -> None:
-    state = ServerState("a", limit=2)
+    state = EnvServerState("a", limit=2)
     assert available(granted(state), now=0.0)
     assert not available(granted(granted(state)), now=0.0)
 
@@ -156,5 +155,5 @@ def test_leases_of_a_server_that_was_replaced_at_its_address_never_count_below_z
 
 
 def test_states_are_values() -> None:
-    assert granted(A) == granted(ServerState("a"))
-    assert ServerState("c") == C
+    assert granted(A) == granted(EnvServerState("a"))
+    assert EnvServerState("c") == C

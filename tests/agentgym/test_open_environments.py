@@ -3,19 +3,19 @@
 import pytest
 from scripted_servers import Answer, Reply, recorded, serving
 
-from manus_jax.agentgym import settings
-from manus_jax.agentgym.failures import EnvironmentSetupError
-from manus_jax.agentgym.settings import open_environments
+from manus_jax.agentgym import environments
+from manus_jax.agentgym.environments import open_environments
+from manus_jax.servers.processes import ServerSetupError
 
 
 @pytest.fixture(autouse=True)
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(counts: dict, *arguments: object) -> object:
-        assert not counts, "a server was started before the setting was found wrong"
-        return original(counts, *arguments)
+    def refuse(commands: list, *arguments: object) -> object:
+        assert not commands, "a server was started before the setting was found wrong"
+        return original(commands, *arguments)
 
-    original = settings.ServerSupervisor
-    monkeypatch.setattr(settings, "ServerSupervisor", refuse)
+    original = environments.ServerSupervisor
+    monkeypatch.setattr(environments, "ServerSupervisor", refuse)
 
 
 def opened(servers: dict, **options: int) -> None:
@@ -61,7 +61,7 @@ def test_all_servers_that_cannot_be_used_are_named_at_once() -> None:
     with serving(weather()) as good, serving(lambda *request: page) as web:
         with serving(weather()) as dead:
             pass
-        with pytest.raises(EnvironmentSetupError) as caught:
+        with pytest.raises(ServerSetupError) as caught:
             opened({"weather": [good, dead], "sqlgym": [web], "textcraft": "embedded"})
     message = str(caught.value)
     assert f"weather at {dead}: GET /: " in message

@@ -11,11 +11,11 @@ import pytest
 from retried import played
 from scripted_servers import Hang, HangUp, Reply, TextcraftStub, recorded, serving
 
-from manus_jax.agentgym.client import Session, Timeouts
+from manus_jax.agentgym.client import Session
 from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind
-from manus_jax.agentgym.health import BackOff, HealthPolicy
-from manus_jax.agentgym.leases import Clock, PoolSettings
+from manus_jax.agentgym.leases import Clock
 from manus_jax.agentgym.pool import EnvironmentPool
+from manus_jax.config.server_settings import EnvPoolSettings
 
 
 class JumpingClock(Clock):
@@ -32,7 +32,8 @@ class JumpingClock(Clock):
 
 
 def pool_of(urls: list[str], clock: Clock | None = None, **settings: object) -> EnvironmentPool:
-    steady = PoolSettings(**{"timeouts": Timeouts(2.0, 0.3), **settings})  # type: ignore[arg-type]
+    given = {"connect_timeout": 2.0, "read_timeout": 0.3, **settings}
+    steady = EnvPoolSettings(**given)  # type: ignore[arg-type]
     return EnvironmentPool(
         {"textcraft": urls}, steady, clock=clock or JumpingClock(), chance=lambda: 0.0
     )
@@ -92,7 +93,7 @@ def test_no_id_is_ever_leased_twice_at_once_under_64_threads() -> None:
     guard = threading.Lock()
 
     with serving(stubs[0]) as a, serving(stubs[1]) as b:
-        pool = EnvironmentPool({"textcraft": [a, b]}, PoolSettings(sessions_per_server=16))
+        pool = EnvironmentPool({"textcraft": [a, b]}, EnvPoolSettings(sessions_per_server=16))
 
         def episode(number: int) -> float:
             with pool.lease("textcraft") as session:
@@ -246,7 +247,7 @@ def test_a_session_kept_for_too_long_is_not_used_again() -> None:
         return Reply("true")
 
     with serving(maze) as url:
-        pool = EnvironmentPool({"maze": [url]}, PoolSettings(keep_idle=60.0), clock=clock)
+        pool = EnvironmentPool({"maze": [url]}, EnvPoolSettings(keep_idle=60.0), clock=clock)
         with pool.lease("maze") as session:
             assert session.id == 0
         clock.time += 61.0
@@ -299,7 +300,7 @@ def test_a_server_that_comes_back_is_tried_with_one_session_and_then_used(
     stub: TextcraftStub, url: str
 ) -> None:
     clock = JumpingClock()
-    pool = pool_of([url], clock, health=HealthPolicy(BackOff(first=10.0, jitter=0.0)))
+    pool = pool_of([url], clock, first_retry=10.0)
     stub.faults["create"] = HangUp
     stub.faults[""] = HangUp
 
@@ -319,7 +320,7 @@ def test_waiting_for_a_server_is_bounded_and_says_what_is_wrong() -> None:
     with serving(TextcraftStub()) as dead:
         pass
     clock = JumpingClock()
-    pool = pool_of([dead], clock, lease_timeout=100.0)
+    pool = pool_of([dead], clock, patience=100.0)
     with pytest.raises(EnvironmentFailure) as caught, pool.lease("textcraft"):
         pass
     assert caught.value.kind is FailureKind.NO_SERVER
@@ -331,7 +332,7 @@ def test_waiting_for_a_server_is_bounded_and_says_what_is_wrong() -> None:
 
 
 def test_waiting_for_room_is_bounded_too(url: str) -> None:
-    pool = pool_of([url], sessions_per_server=1, lease_timeout=5.0)
+    pool = pool_of([url], sessions_per_server=1, patience=5.0)
     with (
         pool.lease("textcraft"),
         pytest.raises(EnvironmentFailure, match="has 1 of 1 sessions in use"),
@@ -346,7 +347,9 @@ def test_a_wedged_environment_does_not_block_another() -> None:
     wedged = TextcraftStub()
     wedged.faults["create"] = Hang
     with serving(wedged) as a, serving(recorded("weather")) as b:
-        pool = EnvironmentPool({"textcraft": [a], "weather": [b]}, PoolSettings(Timeouts(2, 30)))
+        pool = EnvironmentPool(
+            {"textcraft": [a], "weather": [b]}, EnvPoolSettings(connect_timeout=2, read_timeout=30)
+        )
 
         def stuck() -> None:
             with contextlib.suppress(EnvironmentFailure), pool.lease("textcraft"):
@@ -379,11 +382,9 @@ def test_a_server_that_stays_down_is_reported_broken_once(url: str, stub: Textcr
     reported = []
     pool = EnvironmentPool(
         {"textcraft": [url]},
-        PoolSettings(
-            lease_timeout=10.0,
-            health=HealthPolicy(BackOff(1.0, 2.0, 60.0, 0.0), broken_after=3),
-        ),
+        EnvPoolSettings(patience=10.0, first_retry=1.0, broken_after=3),
         clock=JumpingClock(),
+        chance=lambda: 0.0,
         on_broken=lambda env, where: reported.append((env, where)),
     )
     with pytest.raises(EnvironmentFailure), pool.lease("textcraft"):
@@ -433,7 +434,7 @@ def test_a_closed_pool_and_an_environment_that_is_not_open_are_refused(url: str)
 @pytest.mark.slow
 @pytest.mark.bug("B31")
 def test_thousands_of_leases_leave_nothing_behind(stub: TextcraftStub, url: str) -> None:
-    pool = EnvironmentPool({"textcraft": [url]}, PoolSettings(sessions_per_server=32))
+    pool = EnvironmentPool({"textcraft": [url]}, EnvPoolSettings(sessions_per_server=32))
 
     def episode(number: int) -> None:
         with pool.lease("textcraft"):
@@ -444,4 +445,4 @@ def test_thousands_of_leases_leave_nothing_behind(stub: TextcraftStub, url: str)
     assert stub.live == set()
     assert pool.counters() == {"textcraft/leases": 1000}
     state = pool._groups["textcraft"]._states[url]
-    assert (state.leases, state.incidents) == (0, 0)
+    assert (state.leases, state.health.incidents) == (0, 0)

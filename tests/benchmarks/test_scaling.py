@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from manus_jax.learner.packing import Layout
 from manus_jax.models.architecture import Architecture
 
 pytestmark = pytest.mark.slow
@@ -19,7 +18,7 @@ def rows():
     scaling = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(scaling)
     arch = Architecture("qwen3", 512, 64, 128, 3, 4, 2, 16, qk_norm=True)
-    return scaling.compare(arch, Layout(2, 8, 128), [1, 2, 8])["scaling"]
+    return scaling.compare(arch, scaling.Layout(2, 8, 128), [1, 2, 8])["scaling"]
 
 
 def test_flops_per_device_fall_as_one_over_n(rows):

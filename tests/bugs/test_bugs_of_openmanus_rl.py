@@ -2,13 +2,12 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from manus_jax.training.experience import Experience
+from made_trajectories import made, segment
 
 from manus_jax import train
 from manus_jax.algorithms.recipes import compute_advantages
@@ -23,11 +22,11 @@ from manus_jax.data.tasks import Task
 from manus_jax.learner.optimizer import adamw, learning_rate
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Compute, Transformer, abstract_model
-from manus_jax.rollout.batch import RewardAllocation, to_data_proto
+from manus_jax.rollout.batch import RewardAllocation, to_batch
 from manus_jax.rollout.trajectory import EpisodeSpec, Segment, Trajectory, Turn
 from manus_jax.training.build import read_task_sources
 from manus_jax.training.learner_specs import make_recipe
-from manus_jax.training.trainer import Timer, Trainer
+from manus_jax.training.trainer import update_metrics
 
 EOS = 9
 
@@ -123,46 +122,30 @@ def test_the_defaults_warm_up_for_no_part_of_the_run_and_sample_from_the_whole_d
     assert (defaults.temperature, defaults.top_p, defaults.top_k) == (1.0, 1.0, 0)
 
 
-class Recorder:
-    """A learner that keeps what it was asked to learn from."""
-
-    def __init__(self):
-        self.batches = []
-        self.state = SimpleNamespace(step=1)
-
-    def update(self, samples, fields, aggregation, norm_constant=None):
-        self.batches.append([id(sample) for sample in samples])
-        return {"loss": float(len(self.batches)), "update_skipped": 0.0}
+@pytest.mark.bug("B22")
+def test_every_epoch_takes_every_group_once_in_another_order():
+    episodes = [episode(g, r) for g in range(6) for r in (0, 1)]
+    batch = to_batch(episodes, RewardAllocation())
+    parts = list(batch.make_iterator(2, by="group_id", epochs=3, seed=(0, 1)))
+    assert [len(part) for part in parts] == [4] * 9
+    taken = [uid for part in parts for uid in part.non_tensor_batch["uid"]]
+    epochs = [taken[start : start + 12] for start in (0, 12, 24)]
+    assert all(sorted(epoch) == sorted(e.uid for e in episodes) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
 @pytest.mark.bug("B22")
-def test_every_epoch_takes_every_group_once_in_another_order_and_metrics_are_of_all_updates():
-    experience = Experience.of(
-        [episode(g, r) for g in range(6) for r in (0, 1)], RewardAllocation()
-    )
-    policy = Recorder()
-    trainer = SimpleNamespace(
-        algorithm=AlgorithmSettings(ppo_epochs=3, mini_batch_size=2),
-        train=SimpleNamespace(seed=0),
-        recipe=make_recipe(AlgorithmSettings(recipe="grpo")),
-        policy=policy,
-        critic=None,
-        lr=lambda step: 1e-6,
-    )
-    metrics, bad = Trainer._update(trainer, 1, experience, Timer())
-    assert bad == 0 and len(policy.batches) == 3 * 3
-    everything = sorted(map(id, experience.samples))
-    assert [len(batch) for batch in policy.batches] == [4] * 9
-    taken = [one for batch in policy.batches for one in batch]
-    epochs = [taken[start : start + 12] for start in (0, 12, 24)]
-    assert all(sorted(epoch) == everything for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
+def test_the_metrics_of_a_step_are_those_of_all_its_updates():
+    updates = [{"loss": float(n), "packing/rows": 1.0} for n in range(1, 10)]
+    metrics = update_metrics(updates, [])
     assert metrics["actor/loss"] == 5.0  # the mean of 1 to 9, not the last
+    assert metrics["packing/rows"] == 1.0
 
 
 @pytest.mark.bug("B30")
 def test_a_padding_id_that_is_the_end_of_turn_hides_no_token():
-    proto = to_data_proto([episode(0)], RewardAllocation(), pad_id=EOS, length=9)
+    longer = made([segment([(None, 3), (0, 6)])], [0.5])
+    proto = to_batch([episode(0), longer], RewardAllocation(), pad_id=EOS)[:1]
     assert proto.batch["attention_mask"].tolist() == [[True] * 7 + [False] * 2]
     trained = np.asarray(proto.batch["input_ids"])[np.asarray(proto.batch["loss_mask"])]
     assert trained.tolist() == [5, EOS, 7, EOS]

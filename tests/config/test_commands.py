@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 
 from manus_jax.config import commands, settings
-from manus_jax.config.binding import ConfigError, setting_names
+from manus_jax.config.binding import ConfigError, engine_groups, setting_names
+from manus_jax.config.binding import settings as group_of
 from manus_jax.config.commands import READS
 from manus_jax.config.run_config import changed_settings, config_text, read_bindings
 from manus_jax.errors import UserError
 from manus_jax.models.transformer import REMAT_POLICIES
 from manus_jax.training.build_rollout import (
     ENGINES,
-    reads,
-    refuse_unread_by_engine,
-    settings_read_by,
+    engine_kind,
+    read_with_engine,
     unread_by_engine,
+    with_engine_settings,
 )
 
 PACKAGE = Path(settings.__file__).parents[1]
@@ -28,6 +29,7 @@ GROUPS = {
     if isinstance(group, type) and hasattr(group, "gin_name")
 }
 SETTINGS = sorted(setting_names(*GROUPS))
+OF_ENGINES = setting_names(*engine_groups())
 REQUIRED = {
     "train": {"train.run_dir": "runs/x", "env.names": ["maze"]},
     "sft": {"sft.run_dir": "runs/x"},
@@ -54,26 +56,33 @@ def read(command, bindings):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_binding_is_read_by_the_command_or_refused_with_its_reader(command, name):
     bindings = {name: default_of(name)} | REQUIRED[command]
-    if name in READS[command]:
+    if name in READS[command] or (name in OF_ENGINES and command != "sft"):
         assert read(command, bindings)
         return
     readers = [other for other, names in READS.items() if name in names]
     message = f"{name} is set, but {command} does not read it; it is read by {', '.join(readers)}"
     with pytest.raises(ConfigError) as caught:
         read(command, bindings)
-    assert readers and str(caught.value) == message
+    if name in OF_ENGINES:
+        assert f"{name} is set, but sft does not read it" in str(caught.value)
+    else:
+        assert readers and str(caught.value) == message
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", sorted(READS["train"] - {"engine.name"}))
+@pytest.mark.parametrize("name", sorted((READS["train"] | OF_ENGINES) - {"engine.name"}))
 def test_a_binding_is_read_by_the_engine_or_refused_with_its_reader(engine, name):
-    read("train", {name: default_of(name), "engine.name": engine} | REQUIRED["train"])
+    where = {"vllm.servers": 1} if engine == "vllm" else {}
+    given = where | {name: default_of(name)} | {"engine.name": engine} | REQUIRED["train"]
+    if name == "vllm.servers":
+        given["vllm.servers"] = 1
+    config = read("train", given)
     if name not in unread_by_engine(engine):
-        refuse_unread_by_engine(engine)
+        with_engine_settings(config)
         return
-    readers = [f"the engine {o!r}" for o in ENGINES if name in settings_read_by(o)]
+    readers = [f"the engine {o!r}" for o in ENGINES if name in ENGINES[o].reads]
     with pytest.raises(ConfigError) as caught:
-        refuse_unread_by_engine(engine)
+        with_engine_settings(config)
     assert str(caught.value) == (
         f"{name} is set, but the engine {engine!r} does not read it; it is read by "
         f"{', '.join(readers)}"
@@ -83,23 +92,32 @@ def test_a_binding_is_read_by_the_engine_or_refused_with_its_reader(engine, name
 def test_what_nothing_reads_is_declared_unread():
     assert "data.overlong" not in READS["train"] and "data.overlong" in READS["sft"]
     assert "engine.max_steps" in unread_by_engine("vllm")
-    assert "engine.options" in unread_by_engine("jax")
+    assert "vllm.servers" in unread_by_engine("jax")
 
 
-def test_a_group_may_belong_to_one_engine_and_an_engine_without_declaration_reads_its_group():
+def test_a_group_may_belong_to_one_engine_and_an_engine_reads_its_group_by_default():
+    @group_of("own_group", of_engine=True)
+    class OwnGroup:
+        volume: int = 1
+
+    class Silent:
+        on_learner_device = False
+
     with ENGINES.restored():
-        ENGINES.register("own_group")(reads("scratch")(lambda *given: None))
-        ENGINES.register("undeclared")(lambda *given: None)
-        assert unread_by_engine("undeclared") == setting_names("scratch")
-        read("train", {"scratch.vocab_size": 300} | REQUIRED["train"])
-        with pytest.raises(ConfigError, match=r"scratch\.vocab_size .* by the engine 'own_group'"):
-            refuse_unread_by_engine("jax")
-        refuse_unread_by_engine("own_group")
+        ENGINES.register("own")(engine_kind(Silent, settings=OwnGroup)(lambda *given: None))
+        assert setting_names("engine", "own_group") <= ENGINES["own"].reads
+        given = {"own_group.volume": 3} | REQUIRED["train"]
+        with pytest.raises(ConfigError, match=r"own_group\.volume .* by the engine 'own'"):
+            with_engine_settings(read("train", given))
+        chosen = with_engine_settings(read("train", given | {"engine.name": "own"}))
+        assert chosen.engine_settings.volume == 3
+        text = config_text(chosen, read_with_engine(READS["train"], "own"))
+        assert "own_group.volume = 3" in text
 
 
 def test_an_unknown_engine_is_named():
     with pytest.raises(UserError, match="unknown engine 'jaxx'; did you mean 'jax'"):
-        refuse_unread_by_engine("jaxx")
+        with_engine_settings(read("train", REQUIRED["train"] | {"engine.name": "jaxx"}))
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])
@@ -139,15 +157,18 @@ def test_the_written_config_gives_the_same_settings_again(command, tmp_path):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_written_config_holds_no_setting_that_the_engine_does_not_read(engine):
-    config = read("train", REQUIRED["train"] | {"engine.name": engine})
-    text = config_text(config, READS["train"] - unread_by_engine(engine))
+    where = {"vllm.servers": 1} if engine == "vllm" else {}
+    config = read("train", REQUIRED["train"] | {"engine.name": engine} | where)
+    config = with_engine_settings(config)
+    text = config_text(config, read_with_engine(READS["train"], engine))
+    assert ("vllm.servers" in read_bindings(text)) == (engine == "vllm")
     assert not unread_by_engine(engine) & set(read_bindings(text))
 
 
 RUN = ("run_dir", "total_steps", "save_freq", "test_freq", "keep_checkpoints", "export")
 MAY_CHANGE = {
-    *setting_names("mesh", "distributed"),
-    *("engine.options", "engine.slots", "engine.max_steps", "env.urls", "env.servers_per_env"),
+    *setting_names("mesh", "distributed", "env_pool", "vllm"),
+    *("engine.slots", "engine.max_steps", "env.urls", "env.servers_per_env"),
     *("train.next_command", "train.tensorboard", "train.wandb_project"),
     *(f"{group}.{field}" for group in ("train", "sft") for field in RUN),
 }

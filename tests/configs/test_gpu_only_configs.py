@@ -10,7 +10,6 @@ import pytest
 from manus_jax import train
 from manus_jax.learner.mesh import check_batch, make_mesh
 from manus_jax.training.learner_specs import make_recipe
-from manus_jax.vllm.options import parse_options
 
 ROOT = Path(__file__).parents[2]
 ON_HOST = ("algorithm.reference = 'host'",)
@@ -52,7 +51,7 @@ def test_eight_gpus_are_four_that_learn_and_four_that_serve(recipe, params, held
     config = settings_of(recipe, "gpus_one_host", monkeypatch, params)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.95"
-    options = parse_options(config.engine.options)
+    options = config.engine_settings
     assert options.gpus == ("4", "5", "6", "7") and options.tensor_parallel == 1
     mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=jax.devices()[:4])
     check_batch(config.data.rows, config.data.max_length, mesh)
@@ -62,7 +61,7 @@ def test_eight_gpus_are_four_that_learn_and_four_that_serve(recipe, params, held
 @pytest.mark.parametrize("recipe, params, held", ONE_HOST)
 def test_learner_and_servers_fit(recipe, params, held, monkeypatch):
     config = settings_of(recipe, "gpus_one_host", monkeypatch, params)
-    options = parse_options(config.engine.options)
+    options = config.engine_settings
     share = held_by_learner(config) / 4
     length, hidden = config.data.max_length, 3584
     layer_inputs = config.data.rows // 4 * 28 * length * hidden * 2  # kept by full remat
@@ -78,7 +77,7 @@ def test_learner_and_servers_fit(recipe, params, held, monkeypatch):
 def test_several_hosts_hold_a_copy_each_and_find_their_servers_by_file(monkeypatch):
     config = settings_of("grpo", "gpus_many_hosts", monkeypatch)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"  # all of them learn
-    options = parse_options(config.engine.options)
+    options = config.engine_settings
     assert options.address_file and options.weights_dir and not options.servers
     assert config.mesh.data == config.mesh.slices == 2
     assert config.data.rows % (2 * 8) == 0

@@ -9,18 +9,18 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from sequences import batch_of
 
 from manus_jax import command, convert, evaluate
-from manus_jax.agentgym.processes import ServerProcess
+from manus_jax.agentgym.environments import embedded_server, open_environments
 from manus_jax.agentgym.prompts import PROMPTS
-from manus_jax.agentgym.settings import open_environments
 from manus_jax.config.settings import RolloutSettings, ScratchSettings
 from manus_jax.data.chat import ChatStream, Message
 from manus_jax.data.tasks import Task
 from manus_jax.evaluation.eval_sets import EvalSet, split_tasks
 from manus_jax.evaluation.play import evaluate_policy, summarize_by_env
 from manus_jax.learner.objectives import log_probs_of
-from manus_jax.learner.packing import Layout, Sample, pack
+from manus_jax.learner.packing import PackedRows, RowShape, add_packing
 from manus_jax.models import loading as policy_source
 from manus_jax.models.huggingface import save_hf
 from manus_jax.models.transformer import Compute, Transformer, abstract_model
@@ -34,6 +34,7 @@ from manus_jax.rollout.trajectory import (
     trajectories,
 )
 from manus_jax.rollout.trajectory_files import read_trajectories
+from manus_jax.servers.processes import ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
 
@@ -213,17 +214,17 @@ def test_a_model_plays_and_its_tokens_and_log_probs_are_exact(model: Path, tmp_p
         assert segment.token_ids.tolist() == ids and segment.loss_mask.tolist() == mask
         log_probs = segment.log_probs[segment.loss_mask]
         assert np.isfinite(log_probs).all() and (log_probs <= 0).all()
-        samples.append(Sample(segment.token_ids, segment.loss_mask))
+        samples.append({"input_ids": segment.token_ids, "loss_mask": segment.loss_mask})
 
-    packed = pack(samples, Layout(1, len(samples), 1536))
+    packed = PackedRows(add_packing(batch_of(samples), 1536), RowShape(len(samples), 1536), 1)
     graphdef, _ = abstract_model(Transformer, source.card.architecture, Compute())
-    batch = {name: array[0] for name, array in packed.arrays.items()}
+    batch = {name: array[0] for name, array in packed.arrays(()).items()}
     learned, _ = jax.jit(lambda params, batch: log_probs_of(graphdef, params, batch))(
         source.load(None), batch
     )
     for episode, again in zip(episodes, packed.unpack(np.asarray(learned)[None]), strict=True):
         [segment] = episode.segments
-        np.testing.assert_allclose(segment.log_probs, again, atol=1e-4)
+        np.testing.assert_allclose(segment.log_probs, again[: len(segment)], atol=1e-4)
 
 
 def test_greedy_evaluation_twice_is_the_same_to_the_token(model: Path, tmp_path: Path) -> None:
@@ -242,7 +243,7 @@ def test_greedy_evaluation_twice_is_the_same_to_the_token(model: Path, tmp_path:
 
 
 def test_servers_that_run_elsewhere_are_played_over_agentgyms_items(tmp_path: Path) -> None:
-    server = ServerProcess("maze")
+    server = ServerProcess(embedded_server("maze"))
     try:
         while server.url is None:
             assert server.exit_status is None, server.tail

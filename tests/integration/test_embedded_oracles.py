@@ -10,7 +10,7 @@ from retried import played
 from envs.registry import ENVIRONMENTS as EMBEDDED
 from envs.registry import load
 from manus_jax.agentgym.client import Session
-from manus_jax.agentgym.settings import open_environments
+from manus_jax.agentgym.environments import open_environments
 from manus_jax.agentgym.table import ENVIRONMENTS
 
 NAMES = sorted(EMBEDDED)

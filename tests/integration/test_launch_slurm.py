@@ -173,9 +173,9 @@ def test_servers_beside_it_are_found_through_the_file_and_end_with_the_job(clust
     }
     assert "--nodes=3" in relative["--relative=0"] and "--nodes=1" in relative["--relative=3"]
     assert addresses.read_text() == "" and not taken(port)
-    options = {"address_file": str(addresses), "weights_dir": str(addresses.parent / "weights")}
     given = (cluster / "trained").read_text()
-    assert f"--gin_param=engine.options = {options}" in given
+    assert f"--gin_param=vllm.address_file = '{addresses}'" in given
+    assert f"--gin_param=vllm.weights_dir = '{addresses.parent / 'weights'}'" in given
     submitted = (cluster / "sbatch").read_text()
     assert "--nodes=4\n" in submitted and "s3cret" not in submitted + done.stdout + done.stderr
 

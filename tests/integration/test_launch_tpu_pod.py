@@ -158,8 +158,8 @@ def test_the_key_reaches_the_trainer_and_no_command_or_log(tmp_path, by_file):
     assert done.returncode == 0, done.stderr
     for host in (0, 1):
         assert (tmp_path / f"key-host-{host}").read_text() == "s3cret\n"
-        options = {"address_file": POOL[1], "weights_dir": POOL[3]}
-        assert f"--gin_param=engine.options = {options}" in cloud.arguments(host)
+        assert f"--gin_param=vllm.address_file = '{POOL[1]}'" in cloud.arguments(host)
+        assert f"--gin_param=vllm.weights_dir = '{POOL[3]}'" in cloud.arguments(host)
     assert log(cloud).count("] 700\n") == 2
     assert "s3cret" not in done.stdout + done.stderr + log(cloud) + repr(cloud.calls())
 

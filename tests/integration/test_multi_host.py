@@ -97,7 +97,7 @@ def test_a_mistake_ends_all_processes_before_anything_is_written(folder, whole):
 
 def test_the_gpus_of_one_machine_are_not_split_among_several(folder, whole, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    split = ("engine.name = 'vllm'", "engine.options = {'gpus': 1}")
+    split = ("engine.name = 'vllm'", "vllm.gpus = 1")
     job = Job(2, folder / "split", model_of(whole), *split)
     assert job.end() == [2, 2]
-    assert all("where several processes learn together, start the" in job.said(n) for n in (0, 1))
+    assert all("with several learner processes, start the" in job.said(n) for n in (0, 1))

@@ -13,16 +13,20 @@ from pathlib import Path
 import pytest
 from retried import played
 
-from manus_jax.agentgym import processes
-from manus_jax.agentgym.client import Session, Timeouts
-from manus_jax.agentgym.failures import EnvironmentSetupError
-from manus_jax.agentgym.health import BackOff, HealthPolicy
-from manus_jax.agentgym.leases import PoolSettings
-from manus_jax.agentgym.processes import ProcessSettings, ServerProcess, ServerSupervisor
-from manus_jax.agentgym.settings import open_environments
+from manus_jax.agentgym.client import Session
+from manus_jax.agentgym.environments import embedded_server, open_environments
 from manus_jax.agentgym.table import ENVIRONMENTS
+from manus_jax.config.server_settings import EnvPoolSettings
+from manus_jax.servers import processes
+from manus_jax.servers.health import BackOff
+from manus_jax.servers.processes import (
+    ServerProcess,
+    ServerSetupError,
+    ServerSupervisor,
+    SupervisorSettings,
+)
 
-EAGER = ProcessSettings(back_off=BackOff(first=0.05, limit=0.1))
+EAGER = SupervisorSettings(back_off=BackOff(first=0.05, limit=0.1))
 
 
 def eventually(true: Callable[[], object]) -> None:
@@ -41,8 +45,9 @@ def running(pid: int) -> bool:
 def supervisor() -> Iterator[Callable[..., ServerSupervisor]]:
     made = []
 
-    def make(*arguments: object, **options: object) -> ServerSupervisor:
-        made.append(ServerSupervisor(*arguments, **options))  # type: ignore[arg-type]
+    def make(names: list[str], *arguments: object, **options: object) -> ServerSupervisor:
+        commands = [embedded_server(name) for name in names]
+        made.append(ServerSupervisor(commands, *arguments, **options))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -57,9 +62,7 @@ def episode(session: Session) -> str:
 
 
 def test_servers_are_played_restarted_when_killed_and_ended_with_the_block() -> None:
-    with open_environments(
-        {"textcraft": "embedded"}, servers_per_env=2, process_settings=EAGER
-    ) as pool:
+    with open_environments({"textcraft": "embedded"}, servers_per_env=2, supervision=EAGER) as pool:
         group = pool._groups["textcraft"]
         before = group.urls()
         assert len(set(before)) == 2
@@ -89,7 +92,7 @@ def command_line(pid: str) -> str:
 
 
 def test_a_server_killed_in_mid_episode_costs_one_retry() -> None:
-    with open_environments({"maze": "embedded"}, process_settings=EAGER) as pool:
+    with open_environments({"maze": "embedded"}, supervision=EAGER) as pool:
         attempts = []
 
         def interrupted(session: Session) -> str:
@@ -109,9 +112,7 @@ def test_a_server_killed_in_mid_episode_costs_one_retry() -> None:
 
 
 def test_an_embedded_server_that_hangs_is_replaced_and_the_episode_played() -> None:
-    impatient = PoolSettings(
-        Timeouts(read=1.0), attempts=6, health=HealthPolicy(BackOff(first=0.05), broken_after=2)
-    )
+    impatient = EnvPoolSettings(read_timeout=1.0, attempts=6, first_retry=0.05, broken_after=2)
     with open_environments({"maze": "embedded"}, 1, impatient, EAGER) as pool:
         [pid] = [pid for pid in child_pids() if "maze" in command_line(pid)]
         os.kill(int(pid), signal.SIGSTOP)
@@ -123,8 +124,8 @@ def test_an_embedded_server_that_hangs_is_replaced_and_the_episode_played() -> N
 def test_a_server_that_does_not_come_up_is_reported_with_what_it_wrote(
     supervisor: Callable[..., ServerSupervisor],
 ) -> None:
-    with pytest.raises(EnvironmentSetupError) as caught:
-        supervisor({"texcraft": 1}).start()
+    with pytest.raises(ServerSetupError) as caught:
+        supervisor(["texcraft"]).start()
     assert "the texcraft server ended with status 2; it wrote:" in str(caught.value)
     assert "unknown environment 'texcraft'" in str(caught.value)
 
@@ -132,8 +133,8 @@ def test_a_server_that_does_not_come_up_is_reported_with_what_it_wrote(
 def test_one_server_that_does_not_come_up_ends_the_others(
     supervisor: Callable[..., ServerSupervisor],
 ) -> None:
-    mixed = supervisor({"maze": 1, "texcraft": 1})
-    with pytest.raises(EnvironmentSetupError):
+    mixed = supervisor(["maze", "texcraft"])
+    with pytest.raises(ServerSetupError):
         mixed.start()
     assert not any(running(pid) for pid in mixed.pids())
 
@@ -142,7 +143,7 @@ def test_a_port_in_use_is_reported_by_the_server() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        process = ServerProcess("textcraft", port=taken.getsockname()[1])
+        process = ServerProcess(embedded_server("textcraft", port=taken.getsockname()[1]))
         process.wait(timeout=60)
     assert process.exit_status == 2
     assert "cannot listen on" in process.tail
@@ -163,8 +164,8 @@ def test_a_server_that_says_nothing_is_killed_at_the_startup_timeout(
     supervisor: Callable[..., ServerSupervisor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(monkeypatch, "print('loading…', flush=True); import time; time.sleep(600)")
-    silent = supervisor({"maze": 1}, ProcessSettings(startup_timeout=1.0))
-    with pytest.raises(EnvironmentSetupError, match="did not serve within 1 s; it wrote:\nloading"):
+    silent = supervisor(["maze"], SupervisorSettings(startup_timeout=1.0))
+    with pytest.raises(ServerSetupError, match="did not serve within 1 s; it wrote:\nloading"):
         silent.start()
     assert not any(running(pid) for pid in silent.pids())
 
@@ -180,11 +181,11 @@ def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(
     )
     given_up = []
     doomed = supervisor(
-        {"maze": 1},
-        ProcessSettings(max_restarts=2, back_off=BackOff(first=0.01)),
+        ["maze"],
+        SupervisorSettings(max_restarts=2, back_off=BackOff(first=0.01)),
         on_given_up=lambda *report: given_up.append(report),
     )
-    assert doomed.start() == {"maze": ["http://127.0.0.1:1"]}
+    assert doomed.start() == ["http://127.0.0.1:1"]
     signal_to_die.touch()
     eventually(lambda: given_up)
     [(env, url, reason)] = given_up
@@ -202,7 +203,7 @@ def test_a_server_that_ignores_the_request_to_end_is_killed(
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
         "print('serving maze at http://127.0.0.1:1', flush=True); time.sleep(600)",
     )
-    stubborn = supervisor({"maze": 1}, ProcessSettings(stop_timeout=0.2))
+    stubborn = supervisor(["maze"], SupervisorSettings(stop_timeout=0.2))
     stubborn.start()
     [pid] = stubborn.pids()
     stubborn.stop()
@@ -213,8 +214,8 @@ def test_a_server_that_no_longer_answers_is_replaced(
     supervisor: Callable[..., ServerSupervisor],
 ) -> None:
     replaced = []
-    keeper = supervisor({"maze": 1}, EAGER, on_serving=lambda *report: replaced.append(report))
-    [url] = keeper.start()["maze"]
+    keeper = supervisor(["maze"], EAGER, on_serving=lambda *report: replaced.append(report))
+    [url] = keeper.start()
     [pid] = keeper.pids()
     os.kill(pid, signal.SIGSTOP)
     keeper.replace("maze", url)
@@ -231,9 +232,10 @@ def test_a_server_that_no_longer_answers_is_replaced(
 @pytest.mark.parametrize("stopped_first", [False, True], ids=["healthy", "hanging"])
 def test_servers_are_gone_when_their_parent_is_killed(stopped_first: bool) -> None:
     program = (
-        "from manus_jax.agentgym.processes import ServerSupervisor\n"
+        "from manus_jax.agentgym.environments import embedded_server\n"
+        "from manus_jax.servers.processes import ServerSupervisor\n"
         "import time\n"
-        "supervisor = ServerSupervisor({'maze': 1})\n"
+        "supervisor = ServerSupervisor([embedded_server('maze')])\n"
         "supervisor.start()\n"
         "print(supervisor.pids()[0], flush=True)\n"
         "time.sleep(600)\n"

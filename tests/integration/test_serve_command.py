@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from recording_python import HEALTHY, calls, recorder, snapshot
 
-from manus_jax import serve
 from manus_jax.vllm import access as vllm_access
+from manus_jax.vllm import server_process
 from manus_jax.vllm.access import AccessError, KeyedRoutes, check_host, read_api_key
 from manus_jax.weights.manifest import WeightsError
 
@@ -43,20 +43,20 @@ def free_port():
 
 def test_a_server_begins_with_a_model_or_the_newest_snapshot(tmp_path):
     with pytest.raises(WeightsError, match="neither a Hugging Face directory"):
-        serve.model_directory(tmp_path)
+        server_process.model_directory(tmp_path)
     snapshot(tmp_path, 3)
     newest = snapshot(tmp_path, 12)
     (tmp_path / "00000013").mkdir()  # a version without one
-    assert serve.model_directory(tmp_path) == newest
-    assert serve.model_directory(newest) == newest
+    assert server_process.model_directory(tmp_path) == newest
+    assert server_process.model_directory(newest) == newest
 
 
 def test_a_cpu_build_is_told_apart_and_takes_whole_prompts(tmp_path):
     says_cpu = recorder(tmp_path, "print('cpu')")
-    assert serve.is_cpu_build(str(says_cpu))
-    assert not serve.is_cpu_build(sys.executable)  # which has no vLLM
-    assert serve.cpu_arguments(4096)[-2:] == ["--max-num-batched-tokens", "4096"]
-    assert "--no-enable-chunked-prefill" in serve.cpu_arguments(None)
+    assert server_process.is_cpu_build(str(says_cpu))
+    assert not server_process.is_cpu_build(sys.executable)  # which has no vLLM
+    assert server_process.cpu_arguments(4096)[-2:] == ["--max-num-batched-tokens", "4096"]
+    assert "--no-enable-chunked-prefill" in server_process.cpu_arguments(None)
 
 
 def test_the_command_is_vllms_server_with_what_learning_needs(tmp_path):
@@ -104,7 +104,7 @@ def test_no_key_opens_an_interface_that_strangers_reach(host):
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "192.168.1.2", "100.64.0.9", "fd00::7"])
 def test_a_private_interface_needs_a_key_and_loopback_none(host):
-    with pytest.raises(AccessError, match=r"reached from outside: give VLLM_API_KEY"):
+    with pytest.raises(AccessError, match=r"reached from outside: set VLLM_API_KEY"):
         check_host(host, None)
     check_host(host, "key")
     check_host("127.0.0.1", None)
@@ -143,7 +143,7 @@ def test_the_key_travels_in_the_environment_and_guards_every_route(tmp_path, mon
     assert called[called.index("--middleware") + 1] == vllm_access.MIDDLEWARE
     assert "from-a-file" not in " ".join(called) + done.stdout + done.stderr
     monkeypatch.setenv("VLLM_API_KEY", "two words")
-    with pytest.raises(AccessError, match="VLLM_API_KEY holds no API key"):
+    with pytest.raises(AccessError, match="VLLM_API_KEY holds no valid API key"):
         read_api_key(None)
 
 

@@ -15,6 +15,7 @@ import time
 import pytest
 import requests
 
+from manus_jax.config.server_settings import VllmSettings
 from manus_jax.data.chat import train_tokenizer
 from manus_jax.engines.protocol import EngineError, Request, Sampling
 from manus_jax.models import huggingface
@@ -22,7 +23,7 @@ from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Compute, Transformer, init_params
 from manus_jax.vllm.addresses import read_addresses, register
 from manus_jax.vllm.client import VllmServer
-from manus_jax.vllm.options import open_vllm
+from manus_jax.vllm.open_pool import open_vllm
 
 PYTHON = os.environ.get("MANUS_JAX_VLLM_PYTHON")
 pytestmark = [
@@ -101,23 +102,24 @@ def servers(root):
 @pytest.fixture(scope="module")
 def pool(root, servers):
     """Finds the first server in its file."""
-    options = {"weights_dir": str(root / "weights"), "address_file": str(servers[0].addresses)}
+    settings = VllmSettings(
+        weights_dir=str(root / "weights"), address_file=str(servers[0].addresses), imbalance=0
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_API_KEY", KEY)
         params = init_params(Transformer, ARCH, Compute(), 1)
         card = card_of(ARCH, root)
-        options["imbalance"] = 0
-        pool = open_vllm(card, params, options, slots=8, dtype="float32", max_length=512)
+        pool = open_vllm(card, params, settings, slots=8, dtype="float32", max_length=512)
     yield pool
     pool.close()
 
 
 def refused(root, server, arch):
     """What a run that has this server and no other says at once, for all its patience."""
-    options = {"urls": [server.url], "weights_dir": str(root / "others")}
+    settings = VllmSettings(urls=(server.url,), weights_dir=str(root / "others"))
     params = init_params(Transformer, arch, Compute(), 0)
     with pytest.raises(EngineError) as refusal:
-        open_vllm(card_of(arch, root), params, options, slots=8, dtype="float32", max_length=512)
+        open_vllm(card_of(arch, root), params, settings, slots=8, dtype="float32", max_length=512)
     assert "\n" not in str(refusal.value)
     return str(refusal.value)
 
@@ -214,7 +216,7 @@ def test_a_server_that_ends_leaves_the_file_and_without_any_the_limit_is_an_erro
     servers, pool, caplog
 ):
     first, second = servers
-    pool._settings = pool._fleet._settings = dataclasses.replace(pool._settings, patience=10.0)
+    pool._settings = dataclasses.replace(pool._settings, patience=10.0)
     first.process.send_signal(signal.SIGTERM)
     assert first.process.wait(60) == 143
     assert read_addresses(first.addresses) == [second.url]  # killed: it could not take itself out

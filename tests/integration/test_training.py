@@ -57,8 +57,8 @@ def metrics(run_dir):
 
 
 def without_clock(lines):
-    """Nor what an engine has counted since its process began."""
-    own = ("second", "timing", "engine/")
+    """Without times, and without what engine and pool count since the process started."""
+    own = ("second", "timing", "engine/", "env_pool/")
     return [{k: v for k, v in line.items() if not any(o in k for o in own)} for line in lines]
 
 
@@ -118,8 +118,9 @@ def test_a_run_that_is_killed_again_and_again_ends_to_the_bit_where_an_untouched
 def test_other_recipes_run_through_the_same_loop(tmp_path, recipe):
     more = ("train.total_steps = 2", f"algorithm.recipe = '{recipe}'", "algorithm.ppo_epochs = 2")
     train.main(arguments(tmp_path, *more, "train.val_before_train = False"))
-    last = metrics(tmp_path)[-1]
+    first, *_, last = metrics(tmp_path)
     assert last["actor/grad_norm"] > 0
+    assert last["env_pool/maze/leases"] > first["env_pool/maze/leases"] >= 8
     assert ("critic/vf_explained_var" in last) == (recipe == "ppo")
 
 

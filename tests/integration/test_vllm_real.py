@@ -7,18 +7,20 @@ a model whose embedding is tied to its head, which is the harder case on CPU.
 import os
 import signal
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from manus_jax.config.server_settings import VllmSettings
 from manus_jax.data.chat import train_tokenizer
 from manus_jax.engines.protocol import EngineError, Request, Sampling
 from manus_jax.models import huggingface
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Compute, Transformer, init_params
 from manus_jax.vllm.client import VllmServer
-from manus_jax.vllm.options import open_vllm
+from manus_jax.vllm.open_pool import open_vllm
 from manus_jax.weights.manifest import version_directory
 
 PYTHON = os.environ.get("MANUS_JAX_VLLM_PYTHON")
@@ -46,13 +48,9 @@ class Trained:
         train_tokenizer(["the quick brown fox jumps over the lazy dog"] * 3, 300, tokenizer)
         self.card = huggingface.new_card(ARCH, tokenizer)
         self.params = init_params(Transformer, ARCH, Compute(), 0)
-        options = {
-            "servers": 1,
-            "python": PYTHON,
-            "weights_dir": str(root / "weights"),
-        }
+        settings = VllmSettings(servers=1, python=PYTHON, weights_dir=str(root / "weights"))
         self.pool = open_vllm(
-            self.card, self.params, options, slots=8, dtype="float32", max_length=512
+            self.card, self.params, settings, slots=8, dtype="float32", max_length=512
         )
 
     def next_number(self):
@@ -100,6 +98,14 @@ def trained(tmp_path_factory):
 def ask(prompt=PROMPT, seed=1, tokens=16, temperature=1.0, **how):
     sampling = Sampling(max_tokens=tokens, temperature=temperature, **how)
     return Request(prompt, sampling, seed, f"{prompt[:3]}")
+
+
+def serving_pids():
+    """Processes that this one started with `manus_jax.serve`."""
+    tasks = Path(f"/proc/{os.getpid()}/task")
+    children = [pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+    command = lambda pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return [int(pid) for pid in children if "manus_jax.serve" in command(pid)]
 
 
 def in_flight(pool):
@@ -168,7 +174,7 @@ def test_many_long_prompts_at_once_are_all_served(trained):
 def test_tokens_per_second_and_the_prefix_cache_are_in_the_metrics(trained):
     for seed in (21, 22):  # the second finds the first one's prompt
         trained.pool.submit(ask(LONG_PROMPT, seed=seed)).result(120)
-    (member,) = trained.pool._fleet.members.values()
+    (member,) = trained.pool._members.values()
     name = f"server/{member.state.url.removeprefix('http://')}"
     deadline = time.monotonic() + 60
     while not (numbers := trained.pool.metrics())[f"{name}/prefix_cache_hit_rate"]:
@@ -213,7 +219,7 @@ def test_a_request_that_vllm_refuses_fails_at_once(trained):
 
 def test_a_damaged_version_is_not_loaded_and_the_old_one_goes_on(trained):
     pool = trained.pool
-    held = next(iter(pool._fleet.members.values())).server
+    held = next(iter(pool._members.values())).server
     number = trained.next_number()
     published = pool._publisher.publish(jax.tree.map(lambda x: x + 1, trained.params), number)
     file = version_directory(pool._publisher.root, number) / "delta.safetensors"
@@ -233,8 +239,7 @@ def test_the_only_server_killed_in_an_update_is_waited_for_and_comes_back_with_t
 ):
     """With a generation in flight, after the weights were loaded and before that was finished."""
     pool = trained.pool
-    (servers,) = [c.__self__ for c in pool._closing if hasattr(c.__self__, "pids")]
-    (pid,) = servers.pids
+    (pid,) = serving_pids()
     begun = []
     actions = {
         "/pause": lambda: begun.append(in_flight(pool)),
@@ -246,7 +251,7 @@ def test_the_only_server_killed_in_an_update_is_waited_for_and_comes_back_with_t
     assert made.versions == (version,) * 16
     np.testing.assert_allclose(made.log_probs, trained.expected(PROMPT, made, 1.0), atol=1e-4)
     assert begun[0].result(600).versions == (version,) * 450
-    assert servers.pids != [pid]
+    assert serving_pids() != [pid]
     assert "does not answer" in caplog.text
     assert "no vLLM server is in service: waiting up to 600 s for one" in caplog.text
     assert "is in service again" in caplog.text

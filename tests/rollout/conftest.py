@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from scripted_engine import Script, ScriptedEngine, small_tokenizer
 
-from manus_jax.agentgym.health import BackOff
-from manus_jax.agentgym.leases import PoolSettings
+from manus_jax.agentgym.environments import open_environments
 from manus_jax.agentgym.pool import EnvironmentPool
-from manus_jax.agentgym.settings import open_environments
+from manus_jax.config.server_settings import EnvPoolSettings
 
 
 @pytest.fixture(scope="session")
@@ -20,8 +19,8 @@ def chat_tokenizer() -> Any:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[EnvironmentPool]:
     envs = dict.fromkeys(("maze", "textcraft", "wordle"), "embedded")
-    settings = PoolSettings(retry=BackOff(first=0.01))
-    with open_environments(envs, pool_settings=settings) as opened:
+    settings = EnvPoolSettings(first_retry=0.01)
+    with open_environments(envs, settings=settings) as opened:
         yield opened
 
 

@@ -10,16 +10,16 @@ from concurrent.futures import Future
 import pytest
 from scripted_engine import ScriptedEngine, oracle, says, spec_of
 
-from manus_jax.agentgym.client import Timeouts
-from manus_jax.agentgym.health import BackOff, HealthPolicy
-from manus_jax.agentgym.leases import PoolSettings
+from manus_jax.agentgym.environments import embedded_server
 from manus_jax.agentgym.pool import EnvironmentPool
-from manus_jax.agentgym.processes import ProcessSettings, ServerSupervisor
+from manus_jax.config.server_settings import EnvPoolSettings
 from manus_jax.config.settings import RolloutSettings
 from manus_jax.engines.protocol import EngineError, Generation, Request
 from manus_jax.rollout.episode import play_episode
 from manus_jax.rollout.llm_player import EngineAgent
 from manus_jax.rollout.trajectory import FailedEpisode, Trajectory
+from manus_jax.servers.health import BackOff
+from manus_jax.servers.processes import ServerSupervisor, SupervisorSettings
 
 EngineOf = Callable[..., ScriptedEngine]
 SOON = BackOff(first=0.05)
@@ -32,11 +32,11 @@ def settings(**changes: object) -> RolloutSettings:
 @contextlib.contextmanager
 def own_server(attempts: int) -> Iterator[tuple[EnvironmentPool, ServerSupervisor]]:
     """A maze server that a test may hurt, watched and restarted as in training."""
-    supervisor = ServerSupervisor({"maze": 1}, ProcessSettings(back_off=SOON))
+    supervisor = ServerSupervisor([embedded_server("maze")], SupervisorSettings(back_off=SOON))
     pool = EnvironmentPool(
         {"maze": ()},
-        PoolSettings(
-            timeouts=Timeouts(2.0, 1.0), attempts=attempts, retry=SOON, health=HealthPolicy(SOON)
+        EnvPoolSettings(
+            connect_timeout=2.0, read_timeout=1.0, attempts=attempts, first_retry=SOON.first
         ),
     )
     supervisor.on_serving, supervisor.on_given_up = pool.put_server, pool.drop_server

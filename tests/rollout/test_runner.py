@@ -11,9 +11,9 @@ from concurrent.futures import Future
 import pytest
 from scripted_engine import ScriptedEngine, oracle, says, spec_of
 
-from manus_jax.agentgym.leases import PoolSettings
+from manus_jax.agentgym.environments import open_environments
 from manus_jax.agentgym.pool import EnvironmentPool
-from manus_jax.agentgym.settings import open_environments
+from manus_jax.config.server_settings import EnvPoolSettings
 from manus_jax.config.settings import RolloutSettings
 from manus_jax.data.chat import ChatTemplateError
 from manus_jax.data.tasks import Task
@@ -31,8 +31,8 @@ SETTINGS = RolloutSettings(prompt_layout="acknowledged", max_total_tokens=8192, 
 @pytest.fixture(scope="module")
 def narrow_pool() -> Iterator[EnvironmentPool]:
     """Room for two episodes at a time; a third waits, but not for long."""
-    settings = PoolSettings(sessions_per_server=2, lease_timeout=20.0)
-    with open_environments({"textcraft": "embedded"}, pool_settings=settings) as opened:
+    settings = EnvPoolSettings(sessions_per_server=2, patience=20.0)
+    with open_environments({"textcraft": "embedded"}, settings=settings) as opened:
         yield opened
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from scripted_engine import Script, ScriptedEngine, oracle
 
-from manus_jax.agentgym.settings import open_environments
+from manus_jax.agentgym.environments import open_environments
 from manus_jax.agentgym.table import environment
 from manus_jax.config.settings import RolloutSettings
 from manus_jax.data.chat import ChatStream

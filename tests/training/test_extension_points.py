@@ -8,7 +8,8 @@ import pytest
 
 from manus_jax.algorithms.recipes import POLICY_LOSSES, RECIPES, Recipe, needs, policy_loss
 from manus_jax.config.binding import ConfigError
-from manus_jax.config.settings import AlgorithmSettings, EngineSettings
+from manus_jax.config.commands import read_train_config
+from manus_jax.config.settings import AlgorithmSettings, EngineSettings, VllmSettings
 from manus_jax.data.tasks import Task
 from manus_jax.errors import UserError
 from manus_jax.learner.packing import PackedRows, RowShape, add_packing
@@ -104,6 +105,7 @@ def test_an_engine_is_made_by_name_and_closed_at_the_end(engines):
 
     class Silent:
         version, max_length = 0, 64
+        on_learner_device = False
 
         def close(self):
             closed.append(True)
@@ -111,13 +113,14 @@ def test_an_engine_is_made_by_name_and_closed_at_the_end(engines):
     made = []
 
     @engines.register("silent")
-    def make(source, params, settings, max_length):
-        made.append((source, params, settings.options, max_length))
+    @playing.engine_kind(Silent)
+    def make(source, params, settings, own_settings, max_length):
+        made.append((source, params, own_settings, max_length))
         return Silent()
 
-    settings = EngineSettings(name="silent", options={"volume": 0})
-    playing.check_engine(settings)
-    with playing.open_engine("source", "params", settings, 64) as engine:
+    assert not engines["silent"].engine.on_learner_device
+    settings = EngineSettings(name="silent")
+    with playing.open_engine("source", "params", settings, {"volume": 0}, 64) as engine:
         assert isinstance(engine, Silent) and not closed
     assert closed and made == [("source", "params", {"volume": 0}, 64)]
     with pytest.raises(ValueError, match="the engine 'silent' is already registered"):
@@ -125,10 +128,20 @@ def test_an_engine_is_made_by_name_and_closed_at_the_end(engines):
 
 
 def test_an_engine_that_is_not_there_lists_those_that_are():
+    config = read_train_config(
+        [], ["train.run_dir = 'x'", "env.names = ['maze']", "engine.name = 'loud'"]
+    )
     with pytest.raises(UserError, match=r"unknown engine 'loud' \(known: jax"):
-        playing.check_engine(EngineSettings(name="loud"))
-    with pytest.raises(ConfigError, match="has 'volume', but the engine 'jax' has no options"):
-        playing.check_engine(EngineSettings(options={"volume": 1}))
+        playing.with_engine_settings(config)
+
+
+def test_settings_of_an_engine_that_is_not_chosen_are_refused():
+    run = ["train.run_dir = 'x'", "env.names = ['maze']", "vllm.servers = 1"]
+    config = read_train_config([], run)
+    with pytest.raises(ConfigError, match=r"vllm\.servers is set, but the engine 'jax' does not"):
+        playing.with_engine_settings(config)
+    chosen = playing.with_engine_settings(read_train_config([], [*run, "engine.name = 'vllm'"]))
+    assert chosen.engine_settings == VllmSettings(servers=1)
 
 
 def test_recipes_without_fields_of_their_own_want_none():

@@ -6,19 +6,19 @@ import sys
 
 import pytest
 
-from manus_jax.config.settings import EngineSettings
+from manus_jax.config.server_settings import VllmSettings
 from manus_jax.engines.protocol import EngineError
-from manus_jax.vllm import options as vllm_options
+from manus_jax.vllm import open_pool
 from manus_jax.vllm.gpu_partition import split_gpus, visible_gpus
 
 EIGHT = tuple("01234567")
 
 
 def test_a_number_takes_the_last_gpus_and_names_take_those():
-    split = split_gpus(EIGHT, 4, 2, 2)
+    split = split_gpus(EIGHT, 4, 2)
     assert split.learner == ("0", "1", "2", "3")
     assert split.servers == (("4", "5"), ("6", "7"))
-    named = split_gpus(EIGHT, ("0", "6"), 0, 1)
+    named = split_gpus(EIGHT, ("0", "6"), 1)
     assert named.servers == (("0",), ("6",))
     assert named.learner == ("1", "2", "3", "4", "5", "7")
 
@@ -34,11 +34,11 @@ def test_a_number_takes_the_last_gpus_and_names_take_those():
 )
 def test_impossible_splits_are_refused_with_the_arithmetic(visible, wanted, message):
     with pytest.raises(EngineError, match=message):
-        split_gpus(visible, wanted, 0, 1)
+        split_gpus(visible, wanted, 1)
 
 
-def claim_gpus(options):
-    return vllm_options.claim_gpus(EngineSettings(name="vllm", options=options)).options
+def claim_gpus(**options):
+    return open_pool.claim_gpus(VllmSettings(**options))
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def gpus(monkeypatch):
 
 def test_the_learner_keeps_the_rest_and_the_servers_are_named(gpus):
     gpus("2,3,GPU-a,GPU-b")
-    options = claim_gpus({"gpus": 2, "learner_memory_fraction": 0.9})
-    assert options["gpus"] == ("GPU-a", "GPU-b")
+    settings = claim_gpus(gpus=2, learner_memory_fraction=0.9)
+    assert settings.gpus == ("GPU-a", "GPU-b")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.9"
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
@@ -62,17 +62,16 @@ def test_the_learner_keeps_the_rest_and_the_servers_are_named(gpus):
 def test_all_gpus_are_shared_only_by_fractions_that_fit(gpus):
     gpus("0")
     with pytest.raises(EngineError, match=r"0\.6 \+ learner_memory_fraction 0\.5 = 1\.1"):
-        claim_gpus({"gpus": 1, "gpu_memory_utilization": 0.6, "learner_memory_fraction": 0.5})
+        claim_gpus(gpus=1, gpu_memory_utilization=0.6, learner_memory_fraction=0.5)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
     shared = {"gpus": 1, "gpu_memory_utilization": 0.5, "learner_memory_fraction": 0.4}
-    assert claim_gpus(shared)["gpus"] == ("0",)
+    assert claim_gpus(**shared).gpus == ("0",)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 def test_without_gpus_in_the_options_nothing_is_touched(gpus):
-    assert claim_gpus({"servers": 1}) == {"servers": 1}
-    embedded = EngineSettings()
-    assert vllm_options.claim_gpus(embedded) is embedded
+    assert claim_gpus(servers=1) == VllmSettings(servers=1)
+    assert open_pool.claim_gpus(None) is None  # another engine
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
@@ -93,14 +92,13 @@ def test_the_command_leaves_the_learner_its_gpus_before_jax_has_looked(tmp_path)
         "from manus_jax import train\n"
         "def reached(config, *_):\n"
         "    assert not bridge.backends_are_initialized()\n"
-        "    print(os.environ['CUDA_VISIBLE_DEVICES'], config.engine.options['gpus'])\n"
+        "    print(os.environ['CUDA_VISIBLE_DEVICES'], config.engine_settings.gpus)\n"
         "    sys.exit(0)\n"
         "train.open_trainer = reached\n"
         "train.main(sys.argv[1:])\n"
     )
     (tmp_path / "a.gin").write_text(
-        "train.run_dir = 'a'\nenv.names = ['maze']\nengine.name = 'vllm'\n"
-        "engine.options = {'gpus': 2}\n"
+        "train.run_dir = 'a'\nenv.names = ['maze']\nengine.name = 'vllm'\nvllm.gpus = 2\n"
     )
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "0,1,2"}
     done = subprocess.run(

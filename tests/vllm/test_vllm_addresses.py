@@ -8,6 +8,7 @@ import time
 import pytest
 from vllm_loopback import LoopbackServer
 
+from manus_jax.config.server_settings import VllmSettings
 from manus_jax.engines.protocol import EngineError
 from manus_jax.vllm.addresses import (
     AddressError,
@@ -16,7 +17,7 @@ from manus_jax.vllm.addresses import (
     register,
     unregister,
 )
-from manus_jax.vllm.options import open_vllm
+from manus_jax.vllm.open_pool import open_vllm
 
 
 def test_a_person_may_write_it(tmp_path):
@@ -25,7 +26,7 @@ def test_a_person_may_write_it(tmp_path):
     path.write_text("# ours\nhttp://a:1/\n\nhttp://b:2  # the big one\nhttp://a:1\n")
     assert read_addresses(path) == ["http://a:1", "http://b:2"]
     path.write_text("http://a:1\na:2\n")
-    with pytest.raises(AddressError, match=r"line 2: 'a:2' is no address like"):
+    with pytest.raises(AddressError, match=r"line 2: 'a:2' is not an address like"):
         read_addresses(path)
 
 
@@ -95,8 +96,8 @@ def test_a_pool_takes_in_who_registers_and_lets_go_who_leaves(tmp_path, monkeypa
     path = tmp_path / "addresses"
     first, second = (LoopbackServer(tmp_path / name) for name in "ab")
     register(path, first.url)
-    options = {"address_file": str(path), "push": False}
-    pool = open_vllm(None, None, options, slots=4, dtype="float32", max_length=32)
+    settings = VllmSettings(address_file=str(path), push=False)
+    pool = open_vllm(None, None, settings, slots=4, dtype="float32", max_length=32)
     try:
         register(path, second.url)
         wait(lambda: pool.metrics()["servers_ready"] == 2)
@@ -117,7 +118,7 @@ def wait(condition):
 
 
 def test_an_empty_file_is_waited_for_and_then_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("manus_jax.vllm.options._LOOK_SECONDS", 0.01)
-    options = {"address_file": str(tmp_path / "none"), "push": False, "patience": 0.05}
-    with pytest.raises(EngineError, match="there is none in it; start them with"):
-        open_vllm(None, None, options, slots=4, dtype="float32", max_length=32)
+    monkeypatch.setattr("manus_jax.vllm.open_pool._POLL_SECONDS", 0.01)
+    settings = VllmSettings(address_file=str(tmp_path / "none"), push=False, patience=0.05)
+    with pytest.raises(EngineError, match="it lists none; start servers with"):
+        open_vllm(None, None, settings, slots=4, dtype="float32", max_length=32)

@@ -9,75 +9,80 @@ import pytest
 from recording_python import HEALTHY, calls, recorder, snapshot
 
 from manus_jax.config.binding import ConfigError
-from manus_jax.config.settings import EngineSettings
-from manus_jax.engines.protocol import EngineError
-from manus_jax.training.build_rollout import check_engine
-from manus_jax.vllm.managed_servers import ManagedServers, ServerRecipe, answers
-from manus_jax.vllm.options import _start, parse_options
+from manus_jax.config.server_settings import VllmSettings
+from manus_jax.servers.probe import answers
+from manus_jax.servers.processes import ServerSetupError
+from manus_jax.vllm.open_pool import supervise
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({}, "either urls"),
-        ({"urls": ["http://a"], "servers": 1}, "either urls"),
-        ({"urls": ["http://a"], "address_file": "a"}, "either urls"),
-        ({"address_file": "a", "gpus": 1}, "either urls"),
-        ({"urls": ["http://a"]}, "has urls and no weights_dir"),
-        ({"address_file": "a"}, "has address_file and no weights_dir"),
+        ({}, "either vllm.urls"),
+        ({"urls": ["http://a"], "servers": 1}, "either vllm.urls"),
+        ({"urls": ["http://a"], "address_file": "a"}, "either vllm.urls"),
+        ({"address_file": "a", "gpus": 1}, "either vllm.urls"),
+        ({"urls": ["http://a"]}, "vllm.urls is set and vllm.weights_dir is not"),
+        ({"address_file": "a"}, "vllm.address_file is set and vllm.weights_dir is not"),
         ({"servers": 1, "push": False}, "need push"),
-        ({"servers": 1, "atempts": 2}, "did you mean attempts"),
-        ({"gpus": 0}, "gpus = 0; at least 1"),
+        ({"servers": 1, "attempts": "2"}, "vllm.attempts = '2' is not a whole number"),
+        ({"servers": 1, "patience": 0}, "vllm.patience = 0 must be positive"),
+        ({"servers": 1, "snapshot_every": 0}, "vllm.snapshot_every = 0: at least 1"),
+        ({"gpus": 0}, "gpus = 0: at least 1"),
         ({"gpus": [1, 1]}, "names one twice: 1, 1"),
         (
             {"gpus": 4, "servers": 3},
             "3 servers x tensor_parallel 1 = 3 GPUs, and gpus gives them 4",
         ),
         ({"gpus": 5, "tensor_parallel": 2}, "5 GPUs are not divisible by tensor_parallel = 2"),
-        ({"servers": 1, "gpu_memory_utilization": 0.5}, "goes with gpus"),
+        (
+            {"servers": 1, "gpu_memory_utilization": 0.5},
+            "gpu_memory_utilization is set and vllm.gpus is not",
+        ),
         ({"gpus": 1, "learner_memory_fraction": 1.5}, "1.5 must be above 0 and at most 1"),
-        ({"servers": -1}, "numbers of things"),
+        ({"servers": -1}, "servers must not be negative"),
         ({"address_file": "a", "weights_dir": "b", "tensor_parallel": 2}, "started here"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, message):
-    with pytest.raises(EngineError, match=message):
-        parse_options(options)
     with pytest.raises(ConfigError, match=message):
-        check_engine(EngineSettings(name="vllm", options=options))
+        VllmSettings(**options)
 
 
 def test_servers_elsewhere_may_keep_their_weights():
-    assert parse_options({"urls": ["http://a"], "push": False}).urls == ("http://a",)
+    assert VllmSettings(urls=["http://a"], push=False).urls == ("http://a",)
 
 
-def recipe(tmp_path, python):
-    snapshot(tmp_path)
-    return ServerRecipe(str(python), tmp_path, 64, 4, "float32")
+def supervised(tmp_path, slots=4, dtype="float32", **options):
+    return supervise(VllmSettings(**options), tmp_path, slots, dtype, 64, tmp_path / "logs")
 
 
 @pytest.mark.slow
 def test_a_server_that_does_not_start_is_an_error_with_its_last_words(tmp_path):
     python = recorder(tmp_path, "sys.exit('no vllm here')")
-    with pytest.raises(EngineError, match=r"ended with status 1: no vllm here \(all of it in"):
-        ManagedServers(recipe(tmp_path, python), [()], tmp_path / "logs")
+    snapshot(tmp_path)
+    written = r"the vLLM server ended with status 1; it wrote:\n(.*\n)*no vllm here\n\(all output: "
+    with pytest.raises(ServerSetupError, match=written):
+        supervised(tmp_path, servers=1, python=str(python)).start()
+    (log,) = (tmp_path / "logs").iterdir()
+    assert "no vllm here" in log.read_text()
 
 
 @pytest.mark.slow
 def test_servers_are_started_again_when_they_die_and_end_with_the_program(tmp_path):
-    servers = ManagedServers(
-        recipe(tmp_path, recorder(tmp_path, HEALTHY)), [("4",), ("5",)], tmp_path / "logs"
-    )
-    before = servers.pids
-    assert len(set(servers.urls)) == 2
+    snapshot(tmp_path)
+    python = str(recorder(tmp_path, HEALTHY))
+    servers = supervised(tmp_path, gpus=("4", "5"), python=python)
+    assert len(set(servers.start())) == 2
+    before = servers.pids()
     subprocess.run(["kill", "-9", str(before[0])], check=True)
     for _ in range(1000):
-        if len(servers.pids) == 2 and servers.pids[0] != before[0]:
+        if len(servers.pids()) == 2 and servers.pids()[0] != before[0]:
             break
         time.sleep(0.01)
-    after = servers.pids
+    after = servers.pids()
     assert after[0] != before[0] and after[1] == before[1]
-    servers.close()
+    servers.stop()
     for pid in {*before, *after}:
         assert subprocess.run(["kill", "-0", str(pid)], capture_output=True).returncode != 0
     assert {env["CUDA_VISIBLE_DEVICES"] for _, env in calls(tmp_path)} == {"4", "5"}
@@ -87,10 +92,12 @@ _STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + H
 _TRAINER = """
 import sys, time
 from pathlib import Path
-from manus_jax.vllm.managed_servers import ManagedServers, ServerRecipe
+from manus_jax.config.server_settings import VllmSettings
+from manus_jax.vllm.open_pool import supervise
 root = Path(sys.argv[1])
-servers = ManagedServers(ServerRecipe(sys.argv[2], root, 64, 4, "float32"), [()], root / "logs")
-print(servers.urls[0], flush=True)
+settings = VllmSettings(servers=1, python=sys.argv[2])
+servers = supervise(settings, root, 4, "float32", 64, root / "logs")
+print(servers.start()[0], flush=True)
 time.sleep(600)
 """
 
@@ -102,11 +109,11 @@ def test_a_server_that_will_not_end_goes_all_the_same_when_its_trainer_is_killed
     command = [sys.executable, "-c", _TRAINER, str(tmp_path), str(python)]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     url = trainer.stdout.readline().strip()
-    assert answers(url)
+    assert answers(f"{url}/health")
     trainer.kill()
     trainer.wait()
     deadline = time.monotonic() + 60
-    while answers(url):
+    while answers(f"{url}/health"):
         assert time.monotonic() < deadline
         time.sleep(0.2)
 
@@ -121,10 +128,11 @@ def test_every_server_that_is_started_sees_its_own_group_of_gpus(tmp_path, monke
         "tensor_parallel": 2,
         "gpu_memory_utilization": 0.85,
         "python": str(recorder(tmp_path, HEALTHY)),
-        "vllm_arguments": ["--seed", "4"],
+        "server_arguments": ["--seed", "4"],
     }
-    started = _start(parse_options(options), tmp_path, 33, "bfloat16", 64, tmp_path / "logs")
-    started.close()
+    started = supervised(tmp_path, 33, "bfloat16", **options)
+    started.start()
+    started.stop()
     made = calls(tmp_path)
     assert sorted(env["CUDA_VISIBLE_DEVICES"] for _, env in made) == ["4,5", "6,7"]
     for arguments, env in made:
@@ -144,8 +152,9 @@ def test_servers_without_gpus_share_the_cores_and_are_bound_to_none(tmp_path, mo
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     snapshot(tmp_path)
     options = {"servers": 2, "python": str(recorder(tmp_path, HEALTHY))}
-    started = _start(parse_options(options), tmp_path, 8, "float32", 64, tmp_path / "logs")
-    started.close()
+    started = supervised(tmp_path, 8, **options)
+    started.start()
+    started.stop()
     for _, env in calls(tmp_path):
         assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
         assert env["OMP_NUM_THREADS"] == "3"  # half of eight, less the one for the scheduler

@@ -1,6 +1,8 @@
 """The pool's logic, against servers on the loopback that answer as vLLM does."""
 
+import contextlib
 import dataclasses
+import threading
 import time
 from concurrent.futures import CancelledError
 
@@ -8,19 +10,22 @@ import pytest
 from published_models import CARD, changed, model
 from vllm_loopback import LoopbackServer
 
+from manus_jax.config.server_settings import VllmSettings
 from manus_jax.engines.protocol import EngineError, Request, Sampling
-from manus_jax.vllm.client import Timeouts
-from manus_jax.vllm.fleet import PoolSettings
 from manus_jax.vllm.pool import VllmPool
-from manus_jax.vllm.routing import RoutingPolicy
 from manus_jax.weights.manifest import published_versions, version_directory
 from manus_jax.weights.publisher import Publisher
 
-SETTINGS = PoolSettings(
+SETTINGS = VllmSettings(
+    urls=("http://given-to-the-pool",),
+    weights_dir="given-to-the-publisher",
     patience=20.0,
     check_every=0.05,
-    routing=RoutingPolicy(imbalance=2, first_wait=0.02, longest_wait=0.1),
-    timeouts=Timeouts(quick=5.0, generate=20.0),
+    imbalance=2,
+    first_retry=0.02,
+    longest_retry=0.1,
+    check_timeout=5.0,
+    generate_timeout=20.0,
 )
 
 
@@ -35,7 +40,7 @@ def servers(tmp_path):
 @pytest.fixture
 def pool(servers, tmp_path):
     urls = [server.url for server in servers]
-    pool = VllmPool(urls, 64, **published(tmp_path), settings=SETTINGS)
+    pool = opened(urls, **published(tmp_path))
     wait_until(lambda: pool.metrics()["servers_ready"] == len(urls), pool)
     yield pool
     for server in servers:
@@ -43,11 +48,24 @@ def pool(servers, tmp_path):
     pool.close()
 
 
+def opened(urls, settings=SETTINGS, **options):
+    """A pool with a server in service; closed if there is none."""
+    pool = VllmPool(urls, 64, settings, **options)
+    try:
+        pool.await_service()
+    except EngineError:
+        pool.close()
+        raise
+    return pool
+
+
 def published(tmp_path):
     """Version 3 of a small model, and who publishes the next."""
     publisher = Publisher(tmp_path / "weights", CARD)
     target = publisher.publish(model(), 3).identity
-    return {"publisher": publisher, "target": target, "closing": [publisher.close]}
+    resources = contextlib.ExitStack()
+    resources.callback(publisher.close)
+    return {"publisher": publisher, "target": target, "resources": resources}
 
 
 def wait_until(condition, pool):
@@ -121,7 +139,7 @@ def test_a_full_pool_makes_requests_wait_and_a_full_queue_refuses(pool, servers)
         futures.append(pool.submit(ask(f"s{n}")))
         wait_until(lambda: not pool._waiting, pool)
     futures.append(pool.submit(ask("waits")))
-    with pytest.raises(EngineError, match="1 requests are waiting already"):
+    with pytest.raises(EngineError, match="1 requests are already waiting"):
         pool.submit(ask("too many"))
     for server in servers:
         server.gate.set()
@@ -219,7 +237,7 @@ def test_a_damaged_version_is_never_loaded_and_nothing_is_paused_for_it(pool, se
         return published
 
     pool._publisher.publish = damaged
-    pool._fleet._settings = dataclasses.replace(SETTINGS, patience=0.3)
+    pool._settings = dataclasses.replace(SETTINGS, patience=0.3)
     for server in servers:
         server.calls.clear()
     with pytest.raises(EngineError, match="is damaged"):
@@ -320,7 +338,7 @@ def test_the_share_of_prompt_tokens_that_a_server_had_cached_is_told(pool, serve
 
 def test_waiting_for_the_only_server_and_its_return_are_told(tmp_path, caplog):
     server = LoopbackServer(tmp_path)
-    pool = VllmPool([server.url], 64, **published(tmp_path), settings=SETTINGS)
+    pool = opened([server.url], **published(tmp_path))
     server.cut_off = True
     future = pool.submit(ask())
     wait_until(lambda: "no vLLM server is in service: waiting up to 20 s" in caplog.text, pool)
@@ -339,39 +357,38 @@ def test_waiting_for_the_only_server_and_its_return_are_told(tmp_path, caplog):
 
 def test_a_look_at_a_server_that_ends_after_the_pool_did_says_nothing(tmp_path, caplog):
     server = LoopbackServer(tmp_path)
-    pool = VllmPool([server.url], 64, **published(tmp_path), settings=SETTINGS)
-    (member,) = pool._fleet.members.values()
+    pool = opened([server.url], **published(tmp_path))
+    (member,) = pool._members.values()
     pool.close()
     server.close()
-    pool._fleet._look_at(member)
+    pool._check(member)
     assert "out of service" not in caplog.text
 
 
 def test_the_key_goes_along_with_every_request(tmp_path):
     server = LoopbackServer(tmp_path)
     server.key = "s3cret"
-    settings = dataclasses.replace(SETTINGS, api_key="s3cret")
-    pool = VllmPool([server.url], 64, **published(tmp_path), settings=settings)
+    pool = opened([server.url], **published(tmp_path), api_key="s3cret")
     assert len(pool.submit(ask()).result(20).token_ids) == 4
     pool.close()
     server.close()
-    assert "s3cret" not in repr(settings)
+    assert "s3cret" not in repr(pool._settings) + repr(pool)
 
 
 def test_a_server_of_the_same_model_serves_and_one_of_another_is_named(tmp_path):
     server = LoopbackServer(tmp_path)
     server.config = {**CARD.config, "max_position_embeddings": 64}
     expected = {"model": CARD.architecture, "settings": SETTINGS}
-    pool = VllmPool([server.url], 64, **published(tmp_path), **expected)
+    pool = opened([server.url], **published(tmp_path), **expected)
     pool.close()
     server.config |= {"num_hidden_layers": 3, "rms_norm_eps": 1e-5}
     with pytest.raises(
         EngineError, match=r"another model .*: num_layers is 3 and not 2, norm_eps is 1e-05 and not"
     ):
-        VllmPool([server.url], 64, target=pool._fleet._target, **expected)
+        opened([server.url], target=pool._target, **expected)
     server.config |= {"model_type": "gemma"}
     with pytest.raises(EngineError, match=r"another model .* 'gemma' is not supported"):
-        VllmPool([server.url], 64, target=pool._fleet._target, **expected)
+        opened([server.url], target=pool._target, **expected)
     assert "/pause" not in server.calls[-10:]
     server.close()
 
@@ -382,7 +399,7 @@ def test_an_update_examines_a_server_again_if_it_was_started_again(tmp_path):
     server.config = dict(CARD.config)
     settings = dataclasses.replace(SETTINGS, check_every=3600.0)
     expected = {"model": CARD.architecture, "settings": settings}
-    pool = VllmPool([server.url], 64, **published(tmp_path), **expected)
+    pool = opened([server.url], **published(tmp_path), **expected)
     server.calls.clear()
     pool.update_weights(changed(model(), 0.5, 1), 4)
     assert "/server_info" not in server.calls
@@ -411,7 +428,7 @@ def test_a_server_that_does_not_fit_is_named_with_what_to_do(tmp_path, change, m
         setattr(server, name, value)
     settings = dataclasses.replace(SETTINGS, patience=600.0)  # which is not waited for
     with pytest.raises(EngineError, match=f"no vLLM server can be used: .*{message}"):
-        VllmPool([server.url], 64, **published(tmp_path), settings=settings)
+        opened([server.url], settings, **published(tmp_path))
     server.close()
 
 
@@ -420,18 +437,44 @@ def test_a_server_that_does_not_answer_is_given_up_after_a_while(tmp_path):
     server.cut_off = True
     settings = dataclasses.replace(SETTINGS, patience=0.3)
     with pytest.raises(EngineError, match=r"in service after 0.3 s: .* does not answer"):
-        VllmPool([server.url], 64, **published(tmp_path), settings=settings)
+        opened([server.url], settings, **published(tmp_path))
     server.close()
 
 
 def test_without_a_publisher_servers_keep_their_weights(tmp_path):
     server = LoopbackServer(tmp_path)
     server.backend = None
-    pool = VllmPool([server.url], 64, settings=SETTINGS)
+    pool = opened([server.url])
     assert pool.submit(ask()).result(20).versions == (0,) * 4
-    with pytest.raises(EngineError, match="no directory for weights"):
+    with pytest.raises(EngineError, match="keep their weights"):
         pool.update_weights(model(), 8)
     assert "/pause" not in server.calls
     assert published_versions(tmp_path) == []
     pool.close()
+    server.close()
+
+
+def test_requests_share_a_bounded_number_of_workers(pool, servers):
+    for server in servers:
+        server.gate.clear()
+    futures = [pool.submit(ask(f"s{n}")) for n in range(40)]
+    assert pool.metrics()["in_flight"] == 8 and pool.metrics()["queue_length"] == 32
+    workers = [t for t in threading.enumerate() if t.name.startswith("vllm_")]
+    assert len(workers) <= pool._worker_count == 2 * (4 + 3)
+    for server in servers:
+        server.gate.set()
+    assert all(len(future.result(20).token_ids) == 4 for future in futures)
+
+
+def test_closing_does_not_wait_for_a_server_that_hangs(tmp_path):
+    server = LoopbackServer(tmp_path)
+    pool = opened([server.url], **published(tmp_path))
+    server.gate.clear()
+    future = pool.submit(ask())
+    assert server.running.acquire(timeout=20)
+    began = time.monotonic()
+    pool.close()
+    assert time.monotonic() - began < 10
+    with pytest.raises(EngineError, match="the engine is closed"):
+        future.result(20)
     server.close()

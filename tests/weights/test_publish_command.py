@@ -10,7 +10,8 @@ from vllm_loopback import LoopbackServer
 from manus_jax.engines.protocol import EngineError
 from manus_jax.models import orbax_params
 from manus_jax.models.orbax_params import CheckpointError
-from manus_jax.publish import main, publish_run
+from manus_jax.publish import main
+from manus_jax.vllm.publishing import publish_run
 from manus_jax.weights.manifest import published_versions
 from manus_jax.weights.mirror import Mirror
 

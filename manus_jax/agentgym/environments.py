@@ -1,24 +1,30 @@
-"""One setting decides where an environment is played: on servers of our own or on given ones.
+"""Opens the environments of a run, on embedded servers started here or on given addresses.
 
     with open_environments({"textcraft": "embedded", "webshop": ["http://node7:36001"]}) as pool:
         with pool.lease("textcraft") as session:
-            view = session.reset(0)
+            observation = session.reset(0)
 
-The one idea: every mistake in the setting (a name, a server that is not there or not the right
-one) is found and reported together before the first process starts.
+All mistakes in the choice of servers (a name, a server that is missing or the wrong one) are found
+and reported together before the first process starts.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from envs.registry import ENVIRONMENTS as EMBEDDED
-from manus_jax.agentgym.client import Connection, Timeouts, server_root
-from manus_jax.agentgym.failures import EnvironmentFailure, EnvironmentSetupError
-from manus_jax.agentgym.leases import PoolSettings
+from manus_jax.agentgym.client import Connection, server_root
+from manus_jax.agentgym.failures import EnvironmentFailure
 from manus_jax.agentgym.pool import EnvironmentPool
-from manus_jax.agentgym.processes import ProcessSettings, ServerSupervisor
-from manus_jax.agentgym.table import environment
+from manus_jax.agentgym.table import ENVIRONMENTS, environment
+from manus_jax.config.server_settings import EnvPoolSettings
+from manus_jax.servers.processes import (
+    ServerCommand,
+    ServerSetupError,
+    ServerSupervisor,
+    SupervisorSettings,
+)
 
 Servers = str | Sequence[str]
 """The word "embedded", or the addresses of AgentGym servers."""
@@ -28,22 +34,24 @@ Servers = str | Sequence[str]
 def open_environments(
     servers: Mapping[str, Servers],
     servers_per_env: int = 1,
-    pool_settings: PoolSettings | None = None,
-    process_settings: ProcessSettings | None = None,
+    settings: EnvPoolSettings | None = None,
+    supervision: SupervisorSettings | None = None,
 ) -> Iterator[EnvironmentPool]:
-    """A pool over the chosen servers; those it started itself end with the block.
+    """A pool over the chosen servers; embedded servers end with the block.
 
-    ValueError for a setting that cannot be meant, EnvironmentSetupError for servers that are not
-    there.
+    Raises ValueError for an invalid choice and ServerSetupError for servers that cannot be used.
     """
     if servers_per_env < 1:
         raise ValueError(f"servers_per_env must be at least 1, not {servers_per_env}")
     given = {env: _addresses(env, choice) for env, choice in servers.items()}
-    settings = pool_settings or PoolSettings()
-    check_servers({env: urls for env, urls in given.items() if urls}, settings.timeouts)
+    settings = settings or EnvPoolSettings()
+    check_servers({env: urls for env, urls in given.items() if urls}, settings)
 
-    counts = {env: servers_per_env for env, urls in given.items() if not urls}
-    supervisor = ServerSupervisor(counts, process_settings)
+    started = [env for env, urls in given.items() if not urls for _ in range(servers_per_env)]
+    supervisor = ServerSupervisor(
+        [embedded_server(env) for env in started],
+        supervision or SupervisorSettings(startup_timeout=settings.startup_timeout),
+    )
     pool = EnvironmentPool(given, settings, on_broken=supervisor.replace)
     supervisor.on_serving = pool.put_server
     supervisor.on_given_up = pool.drop_server
@@ -55,11 +63,19 @@ def open_environments(
         supervisor.stop()
 
 
-def check_servers(addresses: Mapping[str, Sequence[str]], timeouts: Timeouts) -> None:
-    """Every server answers and serves its environment; else one error names all that do not."""
+def embedded_server(env: str, port: int = 0) -> ServerCommand:
+    """The command of a server in `envs/`; port 0 takes a free one."""
+    parent = str(os.getpid())
+    arguments = (EMBEDDED.get(env, env), "--port", str(port), "--parent_pid", parent)
+    prefix = ENVIRONMENTS[env].prefix if env in ENVIRONMENTS else ""
+    return ServerCommand(env, "envs.serve", arguments, prefix=prefix)
+
+
+def check_servers(addresses: Mapping[str, Sequence[str]], settings: EnvPoolSettings) -> None:
+    """Raises one ServerSetupError that names all servers that do not serve their environment."""
 
     def problem(env: str, address: str) -> str | None:
-        connection = Connection(environment(env), server_root(environment(env), address), timeouts)
+        connection = Connection(environment(env), server_root(environment(env), address), settings)
         try:
             connection.check_routes()
         except EnvironmentFailure as failure:
@@ -74,9 +90,7 @@ def check_servers(addresses: Mapping[str, Sequence[str]], timeouts: Timeouts) ->
     with ThreadPoolExecutor(min(16, len(pairs))) as threads:
         problems = [line for line in threads.map(lambda pair: problem(*pair), pairs) if line]
     if problems:
-        raise EnvironmentSetupError(
-            "these environment servers cannot be used:\n" + "\n".join(problems)
-        )
+        raise ServerSetupError("these environment servers cannot be used:\n" + "\n".join(problems))
 
 
 def _addresses(env: str, choice: Servers) -> list[str]:
@@ -84,10 +98,10 @@ def _addresses(env: str, choice: Servers) -> list[str]:
     row = environment(env)
     if choice == "embedded":
         if env not in EMBEDDED:
-            ours = ", ".join(sorted(EMBEDDED))
+            embedded = ", ".join(sorted(EMBEDDED))
             raise ValueError(
                 f"{env!r} has no embedded server; list the URLs of AgentGym servers for it "
-                f"(embedded are {ours})"
+                f"(embedded are {embedded})"
             )
         return []
     addresses = [choice] if isinstance(choice, str) else list(choice)

@@ -1,0 +1,128 @@
+"""Which server gets the next session, and when a failed one is tried again.
+
+A state machine without I/O, locks or clock: states are frozen, and transitions are functions of
+(state, event, time, a random number). A server that loses contact, or gives several bad answers in
+a row, is marked down with a back-off (`servers.health`); after that a single trial session decides
+whether it is back.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from manus_jax.agentgym.failures import FailureKind
+from manus_jax.config.server_settings import EnvPoolSettings
+from manus_jax.servers.health import HEALTHY, BackOff, Health, HealthPolicy
+
+
+def health_policy(settings: EnvPoolSettings) -> HealthPolicy:
+    """When a server is marked down, and how long until it is tried again."""
+    back_off = BackOff(first=settings.first_retry, limit=settings.longest_retry)
+    return HealthPolicy(back_off, settings.bad_answers, settings.broken_after)
+
+
+@dataclass(frozen=True)
+class EnvServerState:
+    """What the pool knows about one environment server."""
+
+    url: str
+    limit: int | None = None  # sessions it can hold at once
+    leases: int = 0  # sessions in use, including those being created
+    idle: int = 0  # sessions kept for reuse
+    full: bool = False  # it has no room for another session until one is released
+    strikes: int = 0  # bad answers since the last good step
+    silences: int = 0  # latest consecutive incidents without any answer
+    trial_out: bool = False
+    health: Health = HEALTHY
+
+    @property
+    def suspect(self) -> bool:
+        return self.health.down
+
+
+def granted(state: EnvServerState) -> EnvServerState:
+    """A session of this server was leased; on a suspect server it is the trial."""
+    return replace(state, leases=state.leases + 1, trial_out=state.suspect or state.trial_out)
+
+
+def released(state: EnvServerState, trial: bool) -> EnvServerState:
+    """A session was released, or could not be created: there is room for another."""
+    trial_out = state.trial_out and not trial
+    # A server restarted at its old address begins at 0 while its earlier leases run out.
+    return replace(state, leases=max(0, state.leases - 1), full=False, trial_out=trial_out)
+
+
+def turned_away(state: EnvServerState, trial: bool) -> EnvServerState:
+    """The server refused a session or reused an id: it is full if other sessions are leased.
+
+    Each of those makes room when it is released, so a full server never stays full.
+    """
+    state = released(state, trial)
+    return replace(state, full=state.leases > 0)
+
+
+def keeping(state: EnvServerState, idle: int) -> EnvServerState:
+    """`idle` sessions of this server are kept for reuse."""
+    return replace(state, idle=idle)
+
+
+def forgetting(state: EnvServerState) -> EnvServerState:
+    """Idle sessions of this server were dropped, which may have made room."""
+    return replace(state, full=False)
+
+
+def succeeded(state: EnvServerState) -> EnvServerState:
+    """A step succeeded, so the server is healthy."""
+    return replace(state, strikes=0, silences=0, trial_out=False, health=HEALTHY)
+
+
+def failed(
+    state: EnvServerState, kind: FailureKind, now: float, chance: float, policy: HealthPolicy
+) -> EnvServerState:
+    """A call failed. Many sessions see the same incident, so it counts once until retry_at."""
+    if kind is FailureKind.ITEM or not state.health.may_retry(now):
+        return state
+    strikes = state.strikes + 1
+    silences = state.silences + 1 if kind.lost_contact else 0
+    if not (kind.lost_contact or state.suspect or strikes >= policy.bad_answers):
+        return replace(state, strikes=strikes, silences=silences)
+    return replace(
+        state,
+        strikes=0,
+        silences=silences,
+        trial_out=False,
+        full=False,
+        health=state.health.mark_down(kind, now, policy.back_off, chance),
+    )
+
+
+def broken(state: EnvServerState, policy: HealthPolicy) -> bool:
+    """The server was silent so often that it should be replaced.
+
+    One that answers, however badly, may still be serving other sessions.
+    """
+    return state.silences >= policy.broken_after
+
+
+def available(state: EnvServerState, now: float) -> bool:
+    """A session may be requested from this server now."""
+    if state.full and not state.idle:
+        return False
+    if state.limit is not None and state.leases >= state.limit:
+        return False
+    return not state.suspect or (state.health.may_retry(now) and not state.trial_out)
+
+
+def choose(states: Iterable[EnvServerState], now: float) -> EnvServerState | None:
+    """The least-loaded available server, healthy before suspect; None if there is none."""
+    candidates = [state for state in states if available(state, now)]
+    return min(candidates, key=lambda s: (s.leases, s.health.incidents), default=None)
+
+
+def next_trial(states: Iterable[EnvServerState], now: float) -> float | None:
+    """Seconds until a server that is down may be tried; None if none waits for a trial."""
+    waits = [
+        state.health.retry_at - now
+        for state in states
+        if state.suspect and not state.trial_out and not state.full
+    ]
+    return min((wait for wait in waits if wait > 0), default=None)

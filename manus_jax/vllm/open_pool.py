@@ -1,0 +1,215 @@
+"""Opens the vLLM pool of a run from its settings (`vllm.*`).
+
+The servers run elsewhere (`urls`, `address_file`) or are started here (`servers`, `gpus`). Weights
+travel through a directory that learner and servers both see; for servers started here it may be a
+temporary one.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from manus_jax.config.server_settings import VllmSettings
+from manus_jax.engines.protocol import EngineError
+from manus_jax.models.huggingface import ModelCard
+from manus_jax.servers.probe import answers, free_ports
+from manus_jax.servers.processes import ServerCommand, ServerSupervisor, SupervisorSettings
+from manus_jax.vllm.access import KEY_VARIABLE, read_api_key
+from manus_jax.vllm.addresses import AddressFollower, read_addresses
+from manus_jax.vllm.gpu_partition import (
+    LEARNER_MEMORY_VARIABLE,
+    ORDER_VARIABLE,
+    VISIBLE_VARIABLE,
+    group_gpus,
+    split_gpus,
+    visible_gpus,
+)
+from manus_jax.vllm.pool import VllmPool
+from manus_jax.weights.publisher import Publisher
+
+_log = logging.getLogger(__name__)
+_POLL_SECONDS = 1.0
+_STOP_SECONDS = 20.0
+
+
+def claim_gpus(settings: Any) -> Any:
+    """Reserves the GPUs of vLLM servers; returns the settings with those GPUs by name.
+
+    JAX reads the environment when it starts its back end, so this must be called before. Settings
+    of other engines are returned unchanged.
+    """
+    if not isinstance(settings, VllmSettings) or settings.gpus is None:
+        return settings
+    vllm, learner = settings.gpu_memory_utilization, settings.learner_memory_fraction
+    visible = visible_gpus()
+    shared = vllm is not None and learner is not None
+    split = split_gpus(visible, settings.gpus, settings.tensor_parallel, shared)
+    if set(split.learner) & set(split.taken):
+        assert vllm is not None and learner is not None
+        if vllm + learner > 1:
+            raise EngineError(
+                f"vllm.gpus: learner and vLLM share all {len(visible)} GPUs, and "
+                f"gpu_memory_utilization {vllm:g} + learner_memory_fraction {learner:g} = "
+                f"{vllm + learner:g} exceeds the memory of each"
+            )
+    os.environ[VISIBLE_VARIABLE] = ",".join(split.learner)
+    os.environ.setdefault(ORDER_VARIABLE, "PCI_BUS_ID")
+    if learner is not None:
+        os.environ[LEARNER_MEMORY_VARIABLE] = f"{learner:g}"
+    return dataclasses.replace(settings, gpus=split.taken)
+
+
+def check_single_process(settings: Any) -> None:
+    """Raises EngineError where several processes would split the GPUs of one machine."""
+    if isinstance(settings, VllmSettings) and settings.gpus is not None:
+        raise EngineError(
+            "vllm.gpus splits one machine between one learner process and vLLM; with several "
+            "learner processes, start the servers separately (scripts/serve_vllm.sh) and set "
+            "vllm.urls or vllm.address_file"
+        )
+
+
+def open_vllm(
+    card: ModelCard | None,
+    params: Any,
+    settings: VllmSettings,
+    *,
+    slots: int,
+    dtype: str,
+    max_length: int,
+) -> VllmPool:
+    """A pool with the given weights as version 0; closing it ends the servers started here.
+
+    The API key of servers elsewhere comes from the environment. `card` may be None if the servers
+    keep their weights; they may then serve any model.
+    """
+    resources = contextlib.ExitStack()
+    try:
+        publisher, first = None, None
+        if settings.push:
+            assert card is not None
+            root = _weights_root(settings, resources)
+            publisher = Publisher(root / "versions", card, snapshot_every=settings.snapshot_every)
+            resources.callback(publisher.close)
+            first = publisher.publish(params, 0)
+            assert first is not None
+        follower = None
+        if settings.address_file is not None:
+            urls = _await_addresses(Path(settings.address_file), settings.patience)
+            follower = AddressFollower(Path(settings.address_file), urls)
+            resources.callback(follower.close)
+        elif settings.urls:
+            urls = list(settings.urls)
+        else:
+            assert publisher is not None
+            supervisor = supervise(
+                settings, publisher.root, slots, dtype, max_length, root / "logs"
+            )
+            resources.callback(supervisor.stop)
+            urls = supervisor.start()
+        pool = VllmPool(
+            urls,
+            max_length,
+            settings,
+            publisher=publisher,
+            target=None if first is None else first.identity,
+            model=None if card is None else card.architecture,
+            api_key=read_api_key(None),
+            resources=resources,
+        )
+    except BaseException:
+        resources.close()
+        raise
+    try:
+        pool.await_service()
+    except BaseException:
+        pool.close()
+        raise
+    if follower is not None:
+        follower.start(pool.add_server, pool.remove_server)
+    return pool
+
+
+def supervise(
+    settings: VllmSettings, model: Path, slots: int, dtype: str, max_length: int, logs: Path
+) -> ServerSupervisor:
+    """A supervisor, not yet started, of servers on this machine, each with its own GPUs if any.
+
+    A server that dies is restarted at its address from the newest snapshot in `model`; the pool
+    then brings it to the current weights.
+    """
+    groups: list[tuple[str, ...]] = [()] * settings.servers
+    if settings.gpus is not None:
+        gpus = settings.gpus
+        if isinstance(gpus, int):  # no learner has claimed GPUs
+            gpus = split_gpus(visible_gpus(), gpus, settings.tensor_parallel, shared=True).taken
+        groups = group_gpus([str(gpu) for gpu in gpus], settings.tensor_parallel)
+    more: list[str] = []
+    if settings.tensor_parallel > 1:
+        more += ["--tensor-parallel-size", str(settings.tensor_parallel)]
+    if settings.gpu_memory_utilization is not None:
+        more += ["--gpu-memory-utilization", f"{settings.gpu_memory_utilization:g}"]
+    common = ["--model", str(model), "--max-length", str(max_length), "--dtype", dtype]
+    common += ["--slots", str(-(-slots // len(groups)))]
+    if settings.python is not None:
+        common += ["--python", settings.python]
+    # Servers on loopback that only this program uses need no key.
+    environment = {k: v for k, v in os.environ.items() if k != KEY_VARIABLE}
+    if settings.gpus is None:
+        # vLLM would bind the threads of all servers to the same cores. Each server gets its share
+        # of the cores, less one, which vLLM leaves to its scheduler process.
+        cores = len(os.sched_getaffinity(0)) // len(groups)
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores - 1)))
+    logs.mkdir(parents=True, exist_ok=True)
+    commands = []
+    for port, gpus in zip(free_ports(len(groups)), groups, strict=True):
+        own = ["--port", str(port), *(["--gpus", ",".join(gpus)] if gpus else [])]
+        arguments = (*common, *own, "--", *more, *settings.server_arguments)
+        log = logs / f"vllm-{port}.log"
+        commands.append(
+            ServerCommand(
+                "vLLM",
+                "manus_jax.serve",
+                arguments,
+                environment,
+                log=log,
+                parent_death_signal=signal.SIGTERM,  # on which it ends vLLM
+            )
+        )
+    return ServerSupervisor(
+        commands,
+        SupervisorSettings(startup_timeout=settings.start_timeout, stop_timeout=_STOP_SECONDS),
+    )
+
+
+def _weights_root(settings: VllmSettings, resources: contextlib.ExitStack) -> Path:
+    if settings.weights_dir is not None:
+        return Path(settings.weights_dir)
+    root = Path(tempfile.mkdtemp(prefix="manus-jax-vllm-"))
+    resources.callback(shutil.rmtree, root, ignore_errors=True)
+    return root
+
+
+def _await_addresses(path: Path, patience: float) -> list[str]:
+    """The addresses in the file, as soon as one of the servers answers."""
+    deadline = time.monotonic() + patience
+    while True:
+        urls = read_addresses(path)
+        if any(answers(f"{url}/health") for url in urls):
+            return urls
+        if time.monotonic() > deadline:
+            why = f"none of its {len(urls)} servers answers" if urls else "it lists none"
+            raise EngineError(
+                f"no vLLM server in the address file {path} after {patience:g} s: {why}; start "
+                f"servers with `python -m manus_jax.serve --address-file {path}`"
+            )
+        _log.info("waiting for a vLLM server in %s", path)
+        time.sleep(_POLL_SECONDS)

