@@ -8,7 +8,7 @@ from manus_jax.config.commands import READS, read_evaluate_config
 from manus_jax.config.run_config import config_text
 from manus_jax.evaluation import comparison
 from manus_jax.evaluation.tables import comparison_table
-from manus_jax.training.build_rollout import read_with_engine, with_engine_settings
+from manus_jax.rollout.build_rollout import read_with_engine, with_engine_settings
 
 
 def main(arguments: list[str]) -> None:

@@ -7,8 +7,8 @@ from manus_jax import command
 from manus_jax.config.binding import argument_parser
 from manus_jax.config.commands import READS, read_train_config
 from manus_jax.config.run_config import config_text
+from manus_jax.rollout.build_rollout import read_with_engine, with_engine_settings
 from manus_jax.training.build import open_trainer
-from manus_jax.training.build_rollout import read_with_engine, with_engine_settings
 from manus_jax.training.job import joined
 from manus_jax.training.run_directory import disk_errors
 from manus_jax.training.run_summary import print_summary

@@ -12,7 +12,7 @@ from manus_jax.errors import UserError
 from manus_jax.registry import Registry
 from manus_jax.rewards import REWARDS
 from manus_jax.rollout.action_formats import FORMATS
-from manus_jax.training.build_rollout import ENGINES
+from manus_jax.rollout.build_rollout import ENGINES
 
 
 def test_components_are_found_by_name_in_the_order_of_registration():

@@ -23,17 +23,17 @@ from manus_jax.evaluation.play import EvaluationError, EvaluationResult, evaluat
 from manus_jax.files import write_atomically
 from manus_jax.models import loading as policy_source
 from manus_jax.models.architecture import ModelError
+from manus_jax.progress import ProgressLine
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
-from manus_jax.rollout.llm_player import ChatTokenizer, EngineAgent
-from manus_jax.rollout.player import Agent
-from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory
-from manus_jax.rollout.trajectory_files import write_trajectories
-from manus_jax.training.build_rollout import (
+from manus_jax.rollout.build_rollout import (
     check_play,
     open_engine,
     open_servers,
 )
-from manus_jax.training.progress import ProgressLine
+from manus_jax.rollout.llm_player import ChatTokenizer, EngineAgent
+from manus_jax.rollout.player import Agent
+from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory
+from manus_jax.rollout.trajectory_files import write_trajectories
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ from manus_jax.planning.compiling import (
 )
 from manus_jax.planning.estimates import Workload
 from manus_jax.planning.topologies import Topology
-from manus_jax.training.build_rollout import ENGINES
+from manus_jax.rollout.build_rollout import ENGINES
 from manus_jax.training.learner_specs import critic_spec, make_recipe, policy_spec
 
 # Assumed shares of peak FLOP/s and of link bandwidth.

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from manus_jax.config.binding import ConfigError
 from manus_jax.config.run_config import read_bindings
 from manus_jax.errors import UserError
 
@@ -29,7 +30,11 @@ class RunData:
 
     @property
     def bindings(self) -> dict[str, str]:
-        return {name: repr(value) for name, value in read_bindings(self.config).items()}
+        """The bindings of the config; none if it is damaged."""
+        try:
+            return {name: repr(value) for name, value in read_bindings(self.config).items()}
+        except ConfigError:
+            return {}
 
 
 def read_run(path: Path) -> RunData:

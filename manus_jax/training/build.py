@@ -37,17 +37,17 @@ from manus_jax.models.loading import PolicySource
 from manus_jax.models.transformer import critic_from_policy, make_compute
 from manus_jax.rewards import RewardSettings
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
+from manus_jax.rollout.build_rollout import (
+    check_play,
+    open_engine,
+    open_servers,
+)
 from manus_jax.rollout.llm_player import EngineAgent
 from manus_jax.rollout.player import Agent
 from manus_jax.rollout.runner import run_episodes
 from manus_jax.rollout.traces import conversation_of
 from manus_jax.rollout.trajectory import episode_specs, trajectories
 from manus_jax.training import supervised
-from manus_jax.training.build_rollout import (
-    check_play,
-    open_engine,
-    open_servers,
-)
 from manus_jax.training.checkpoints import Checkpoints
 from manus_jax.training.job import Job
 from manus_jax.training.learner_specs import (

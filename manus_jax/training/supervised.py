@@ -26,9 +26,9 @@ from manus_jax.learner.packing import PackingError, RowShape
 from manus_jax.models import huggingface, loading
 from manus_jax.models.loading import PolicySource
 from manus_jax.models.transformer import Transformer, abstract_model, make_compute
+from manus_jax.progress import ProgressLine
 from manus_jax.training.checkpoints import Checkpoints
 from manus_jax.training.job import Job
-from manus_jax.training.progress import ProgressLine
 from manus_jax.training.run_directory import RunDirectory
 from manus_jax.training.sft_data import (
     Encoder,

@@ -34,6 +34,7 @@ from manus_jax.errors import Stopped
 from manus_jax.learner.learner import Learner, Reference
 from manus_jax.learner.packing import add_packing
 from manus_jax.models.huggingface import ModelCard, save_hf
+from manus_jax.progress import ProgressLine
 from manus_jax.reporting.page import write_report
 from manus_jax.rollout.batch import RewardAllocation, to_batch
 from manus_jax.rollout.trajectory import Outcome
@@ -42,7 +43,6 @@ from manus_jax.training.checkpoints import Checkpoints
 from manus_jax.training.failures import FailureBudget
 from manus_jax.training.job import Job
 from manus_jax.training.metric_sinks import open_sinks
-from manus_jax.training.progress import ProgressLine
 from manus_jax.training.rollouts import Rollouts
 from manus_jax.training.run_directory import RunDirectory
 from manus_jax.training.run_summary import validation_file

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from manus_jax.config import commands, settings
-from manus_jax.config.binding import ConfigError, engine_groups, setting_names
-from manus_jax.config.binding import settings as group_of
+from manus_jax.config.binding import ConfigError, setting_names
+from manus_jax.config.binding import settings as settings_group
 from manus_jax.config.commands import READS
 from manus_jax.config.run_config import changed_settings, config_text, read_bindings
 from manus_jax.errors import UserError
 from manus_jax.models.transformer import REMAT_POLICIES
-from manus_jax.training.build_rollout import (
+from manus_jax.rollout.build_rollout import (
     ENGINES,
     engine_kind,
     read_with_engine,
@@ -29,7 +29,14 @@ GROUPS = {
     if isinstance(group, type) and hasattr(group, "gin_name")
 }
 SETTINGS = sorted(setting_names(*GROUPS))
-OF_ENGINES = setting_names(*engine_groups())
+OF_ENGINES = setting_names("vllm")
+
+
+@settings_group("own_group", of_engine=True)
+class OwnGroup:
+    volume: int = 1
+
+
 REQUIRED = {
     "train": {"train.run_dir": "runs/x", "env.names": ["maze"]},
     "sft": {"sft.run_dir": "runs/x"},
@@ -96,10 +103,6 @@ def test_what_nothing_reads_is_declared_unread():
 
 
 def test_a_group_may_belong_to_one_engine_and_an_engine_reads_its_group_by_default():
-    @group_of("own_group", of_engine=True)
-    class OwnGroup:
-        volume: int = 1
-
     class Silent:
         on_learner_device = False
 

@@ -12,22 +12,23 @@ from pathlib import Path
 import pytest
 
 from envs import registry
-from manus_jax import evaluate, sft, train
+from manus_jax import evaluate, sft, traces, train
 from manus_jax.agentgym.table import ENVIRONMENTS
 from manus_jax.config.binding import ConfigError
 from manus_jax.learner.mesh import check_batch, make_mesh
 from manus_jax.rewards import RewardSettings
+from manus_jax.rollout.build_rollout import check_play
 from manus_jax.training import build as assembly
-from manus_jax.training.build_rollout import check_play
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("configs/**/*.gin"))
 RECIPES = ("ppo", "grpo")
-MODULES = {"train": train, "sft": sft, "evaluate": evaluate}
+MODULES = {"train": train, "sft": sft, "evaluate": evaluate, "traces": traces}
 WORK = {
     "train": (train, "open_trainer"),
     "sft": (sft.supervised, "run"),
     "evaluate": (evaluate.comparison, "run"),
+    "traces": (traces, "write_traces"),
 }
 
 

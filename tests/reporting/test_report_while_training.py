@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from report_runs import small_run
 
-from manus_jax.training.progress import ProgressLine
+from manus_jax.progress import ProgressLine
 from manus_jax.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow

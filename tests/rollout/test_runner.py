@@ -262,7 +262,7 @@ def test_a_template_that_refuses_the_layout_is_refused_before_anything_is_played
     )
     engine = engine_of(says(""))
     system = RolloutSettings(prompt_layout="system")
-    with pytest.raises(ChatTemplateError, match=r"refuses roles \['system', 'user'\]: no system"):
+    with pytest.raises(ChatTemplateError, match=r"rejects roles \['system', 'user'\]: no system"):
         run_episodes([spec_of("maze_3")], EngineAgent(engine, strict), pool, system)
     assert engine.requests == []
 

@@ -13,9 +13,9 @@ from manus_jax.config.settings import AlgorithmSettings, EngineSettings, VllmSet
 from manus_jax.data.tasks import Task
 from manus_jax.errors import UserError
 from manus_jax.learner.packing import PackedRows, RowShape, add_packing
+from manus_jax.rollout import build_rollout as playing
 from manus_jax.rollout.batch import TOKEN_COLUMNS, RewardAllocation, to_batch
 from manus_jax.rollout.trajectory import EpisodeSpec, Segment, Trajectory, Turn
-from manus_jax.training import build_rollout as playing
 from manus_jax.training.learner_specs import make_recipe
 
 

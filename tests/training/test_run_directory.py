@@ -8,6 +8,7 @@ import pytest
 from manus_jax.config.commands import READS, read_sft_config, read_train_config
 from manus_jax.config.run_config import config_text, read_bindings
 from manus_jax.training import build
+from manus_jax.training.job import Job
 from manus_jax.training.run_directory import RunDirectory, RunDirectoryError
 
 CONFIG = """\
@@ -78,13 +79,14 @@ def test_two_processes_do_not_write_to_one_run_and_a_killed_one_leaves_it_free(t
 
 
 def test_a_changed_warm_start_is_refused_and_a_moved_one_is_not(tmp_path, monkeypatch):
-    def opened(config, text):
+    def opened(config, text, job):
         RunDirectory(config.sft.run_dir, text)
 
     def warm_start(run, *params):
         usual = (f"train.run_dir = '{run}'", "env.names = ['maze']", "warm_start.steps = 2")
         config = read_train_config([], [*usual, *params])
-        build.warm_start(config, RunDirectory(run, config_text(config, READS["train"])))
+        directory = RunDirectory(run, config_text(config, READS["train"]))
+        build.warm_start(config, directory, Job())
 
     monkeypatch.setattr(build.supervised, "run", opened)
     run = tmp_path / "run"

@@ -291,7 +291,7 @@ def test_servers_join_and_leave(pool, servers, tmp_path):
 def test_prompts_without_room_are_refused_and_budgets_are_cut(pool, servers):
     with pytest.raises(EngineError, match="64 tokens, and the engine's max_length is 64"):
         pool.submit(ask(prompt=[1] * 64))
-    with pytest.raises(EngineError, match="max_tokens = 0"):
+    with pytest.raises(EngineError, match="max_tokens must be at least 1, got 0"):
         pool.submit(ask(tokens=0))
     assert len(pool.submit(ask(prompt=[1] * 60, tokens=100)).result(20).token_ids) == 4
 
