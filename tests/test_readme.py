@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from manus_jax.agentgym.table import environment
 from manus_jax.rewards import REWARDS, RewardSettings, compute
-from manus_jax.rollout import action_formats as actions
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,15 +33,6 @@ def test_the_reward_example_can_be_chosen_and_scores():
         )
         assert score.total == pytest.approx(1.1)
         assert score.components == {"env": 1.0, "saved": pytest.approx(0.1)}
-
-
-def test_the_action_format_example_asks_and_parses():
-    with actions.FORMATS.restored():
-        exec(example("FORMATS.add"), {})
-        bold = actions.format_for(environment("maze"), "bold")
-        said = bold.render("The way up is free.", "move up")
-        assert bold.parse(said, "line").action == "move up"
-        assert not bold.parse("**move up** or **move down**", "line").valid
 
 
 def test_every_path_that_the_readme_names_exists():

@@ -1,0 +1,74 @@
+"""A learner takes packed batches of any size and splits its work without changing it."""
+
+import chex
+import jax
+import numpy as np
+import optax
+import pytest
+from sequences import COLUMNS, batch_of, ragged_sequences
+
+from manus_jax.algorithms.recipes import RECIPES, policy_loss
+from manus_jax.learner import objectives
+from manus_jax.learner.learner import Learner, LearnerSpec
+from manus_jax.learner.mesh import make_mesh
+from manus_jax.learner.packing import RowShape, add_packing
+from manus_jax.models.architecture import Architecture
+from manus_jax.models.transformer import Compute, Transformer, abstract_model, init_params
+
+ARCH = Architecture("qwen3", 64, 32, 64, 1, 4, 4, 8, qk_norm=True, initializer_range=0.2)
+
+
+def make_learner(micro_batches):
+    graphdef, shapes = abstract_model(Transformer, ARCH, Compute())
+    spec = LearnerSpec(
+        shapes,
+        objectives.policy(graphdef, policy_loss(RECIPES["grpo"])),
+        lambda p, batch: objectives.log_probs_of(graphdef, p, batch)[0],
+        optax.sgd(0.5),
+        COLUMNS,
+        RowShape(2, 64),
+        micro_batches,
+        micro_batches,
+    )
+    mesh = make_mesh(devices=jax.devices()[:1])
+    return Learner(init_params(Transformer, ARCH, Compute(), 0), spec, mesh)
+
+
+def make_batch(by=None):
+    sequences = ragged_sequences(count=12)
+    groups = [f"g{n // 3}" for n in range(12)]
+    return add_packing(batch_of(sequences, group_id=groups), 64, by=by)
+
+
+def test_buffers_grow_with_the_batch_and_the_update_stays_the_same():
+    batch = make_batch()
+    small, large = make_learner(1), make_learner(12)
+    metrics = [small.update(batch), large.update(batch)]
+    assert small._capacity["update"] > 1
+    chex.assert_trees_all_close(small.state.params, large.state.params, rtol=1e-6)
+    chex.assert_trees_all_close(metrics[0], metrics[1], rtol=1e-5)
+
+
+def test_forward_gives_each_token_its_number_whatever_the_packing():
+    learner = make_learner(2)
+    together = learner.forward(make_batch(), "old_log_probs").batch["old_log_probs"]
+    apart = learner.forward(make_batch(by="group_id"), "old_log_probs").batch["old_log_probs"]
+    np.testing.assert_allclose(together, apart, atol=1e-5)
+    mask = make_batch().batch["loss_mask"]
+    assert (together[~mask] == 0).all() and (together[mask] < 0).all()
+
+
+def test_a_mini_batch_updates_as_if_it_were_packed_alone():
+    batch = make_batch(by="group_id")
+    chosen = next(iter(batch.make_iterator(2, by="group_id", seed=(1, 2))))
+    sequences = [
+        {k: v[:n] for k, v in item.batch.items() if v.ndim and k in ("input_ids", *COLUMNS)}
+        | {"loss_mask": item.batch["loss_mask"][:n]}
+        for item in chosen
+        for n in [int(item.batch["attention_mask"].sum())]
+    ]
+    alone = add_packing(batch_of(sequences), 64)
+    learners = make_learner(4), make_learner(4)
+    metrics = [learner.update(b) for learner, b in zip(learners, (chosen, alone), strict=True)]
+    chex.assert_trees_all_close(learners[0].state.params, learners[1].state.params, atol=2e-6)
+    assert metrics[0]["loss"] == pytest.approx(metrics[1]["loss"], rel=1e-4)
