@@ -101,7 +101,7 @@ import sys
 from envs.registry import UnknownEnvironment, load
 from manus_jax.agentgym.table import ENVIRONMENTS
 name, spec = sys.argv[1:]
-row = ENVIRONMENTS.get(name)
+row = ENVIRONMENTS[name] if name in ENVIRONMENTS else None
 try:
     load(spec)
 except UnknownEnvironment as error:
