@@ -142,7 +142,7 @@ def _tool(
 
 
 # fmt: off
-# Name, id field, port, reset's item field, reward, action style; then what is specific to it.
+# Name, id field, port, reset's item field, reward, action style; then specific fields.
 # babyai: use `reward`; `score` grows with every invalid action after a slow success. A success
 # worth 0.5 or less leaves `done` false, and past the step limit the value falls below 0.
 # sqlgym: the ninth create returns an id that is in use; the pool rejects it and waits.

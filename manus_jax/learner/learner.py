@@ -120,7 +120,7 @@ class Learner:
 
 
 class Reference:
-    """A frozen policy. On the host it uses device memory only during a forward pass.
+    """A frozen policy. With `on_host` it uses device memory only during a forward pass.
 
     Each process then keeps the shards of its own devices in host memory.
     """

@@ -3,7 +3,7 @@
 Rows of a batch are split over "data" and "fsdp", and their tokens over "sequence". Parameters are
 split over "fsdp" and "sequence" together (and gathered layer by layer when used) and over "tensor"
 (heads, MLP columns, vocabulary). Slices connected only by a data-centre network form the outer part
-of "data", so that only gradients cross that network, once per micro-batch. A parameter that no rule
+of "data", so that gradients cross that network once per micro-batch. A parameter that no rule
 matches is an error, and so is a size that is not divisible. Both are detected before anything is
 allocated, and the message shows the arithmetic.
 """

@@ -20,7 +20,7 @@ def learning_rate(
     total_steps: int,
     min_lr_ratio: float,
 ) -> optax.Schedule:
-    """Linear warm-up to `peak`, then constant, or decay to `peak * min_lr_ratio`."""
+    """Linear warm-up to `peak`, then constant, or decay to `peak * min_lr_ratio` at the end."""
     rest = max(1, total_steps - warmup_steps)
     after = {
         "constant": lambda: optax.constant_schedule(peak),

@@ -1,7 +1,7 @@
 """The opening of an episode: the task, the answer format, and the first observation.
 
 The instruction and the example turns come from the same `ActionFormat` that parses the answers. If
-a dataset's prompt does not contain the instruction, it is appended, so that the prompt and the
+a dataset's prompt does not show the format, the instruction is appended, so that the prompt and the
 parser always agree.
 """
 

@@ -2,8 +2,8 @@
 
 Derived data is not written. A turn is a span of a segment, so masks, turn ids and the padding of
 log-probs are reconstructed from the spans when a file is read. Advantages are not part of a
-trajectory, because they depend on the other episodes of the step; they are stored separately, next
-to the log-probs.
+trajectory, because they depend on the other episodes of the step; they are stored next to the
+log-probs of each turn.
 """
 
 import dataclasses

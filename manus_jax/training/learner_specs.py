@@ -24,7 +24,7 @@ from manus_jax.rollout.batch import token_columns
 
 
 def make_recipe(settings: AlgorithmSettings) -> Recipe:
-    """The named recipe, with the settings that are set replacing its defaults."""
+    """The named recipe; settings that are set replace its defaults."""
     try:
         in_recipe = {field.name for field in dataclasses.fields(Recipe)}
         given = {k: v for k, v in vars(settings).items() if k in in_recipe and v is not None}
