@@ -1,18 +1,17 @@
-"""How fast the project's environment servers answer, and what a session costs in memory.
+"""Measures the throughput of the environment servers and the memory per session.
 
-    python benchmarks/envs.py                      # all of them, ten seconds each
+    python benchmarks/envs.py                      # all environments, ten seconds each
     python benchmarks/envs.py --envs textcraft babyai --seconds 30
 
-Each environment is served by one real process (`python -m envs.serve`). 32 clients (fewer where a
-server allows fewer sessions), in two processes so that they are not the bottleneck, replay the
-moves of oracle episodes, recorded beforehand from all over the training split, as fast as they are
-answered: steps and the resets between them, over one kept connection each. The reference is what
-AgentGym's own servers were measured to answer at 32 threads (textcraft 778 and babyai 140 steps/s);
-for the others there is no such figure. A ScienceWorld step is measured with one client, next to the
-same moves in a simulator as it comes, with no server and no option that makes it repeatable, turn
-by turn. Memory is the growth of the server's resident set while sessions are created and reset.
-Where others use the machine too, look at the processor time that the server took per step, resets
-included. The last line printed is one JSON object.
+Each environment is served by one process (`python -m envs.serve`). 32 clients (fewer if the server
+allows fewer sessions) in two processes, so that they are not the bottleneck, replay recorded oracle
+episodes from the whole training split without pauses. Each client sends steps and resets over one
+persistent connection. The reference figures are measurements of AgentGym's servers with 32 threads
+(textcraft 778 and babyai 140 steps/s); there are none for the other environments. ScienceWorld
+steps are also measured with one client, alternating with the same moves in an unmodified simulator
+without a server. Memory is the growth of the server's resident set while sessions are created and
+reset. On a machine with other load, use the server's CPU time per step, which includes resets. The
+last line of output is one JSON object.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
 
-# This folder comes first when the script is started, and this file is not the package `envs`.
+# Python puts this folder first on the path, where this file would hide the package `envs`.
 sys.path.pop(0)
 
 from envs.registry import ENVIRONMENTS as EMBEDDED
@@ -45,14 +44,14 @@ CLIENT_PROCESSES = 2
 EPISODES = 16
 LONGEST_EPISODE = 200
 AGENTGYM_STEPS_PER_SECOND = {"textcraft": 778.0, "babyai": 140.0}
-FEW_SESSIONS = {"sciworld": 4}  # a Java process each
+FEW_SESSIONS = {"sciworld": 4}  # each session starts a Java process
 
 Script = tuple[int, list[str]]
-"""An item and the texts that win it."""
+"""An item and the actions that solve it."""
 
 
 def recorded_episodes(name: str) -> list[Script]:
-    """Oracle episodes as item and moves, played in process."""
+    """Plays oracle episodes in this process; returns their items and moves."""
     spec = load(name)
     if spec.oracle is None:
         raise SystemExit(f"{name} has no oracle to play it")
@@ -74,7 +73,7 @@ def recorded_episodes(name: str) -> list[Script]:
 
 
 def play(name: str, url: str, scripts: Iterable[Script], ending: Event) -> list[float]:
-    """One client: plays the episodes in turn until the end; how long each step took."""
+    """One client: plays the episodes until `ending` is set; returns the latency of each step."""
     latencies = []
     session = Session(environment(name), url)
     session.create()
@@ -100,7 +99,7 @@ def client_process(
     ending: Event,
     results: "multiprocessing.Queue[list[float] | str]",
 ) -> None:
-    """Several clients at once; their latencies, or what went wrong."""
+    """Runs several concurrent clients; puts their latencies, or an error, into `results`."""
     begun.wait()
     with ThreadPoolExecutor(clients) as threads:
         futures = [
@@ -108,7 +107,7 @@ def client_process(
                 play,
                 name,
                 url,
-                # Each begins with another episode.
+                # Each client starts with a different episode.
                 itertools.islice(itertools.cycle(scripts), index, None),
                 ending,
             )
@@ -126,7 +125,7 @@ def measure_speed(
 ) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
     begun, ending = context.Barrier(CLIENT_PROCESSES + 1), context.Event()
-    play(name, url, scripts, ending)  # whatever the server loads at first use is loaded now
+    play(name, url, scripts, ending)  # warm-up, for data that the server loads on first use
     results: multiprocessing.Queue[list[float] | str] = context.Queue()
     share = max(1, min(CLIENTS, load(name).max_sessions) // CLIENT_PROCESSES)
     workers = [
@@ -163,7 +162,7 @@ def measure_speed(
 
 
 def measure_next_to_simulator(url: str, scripts: list[Script]) -> dict[str, float]:
-    """The median ScienceWorld step through the server and in a simulator as it comes, in turns."""
+    """The median time of a ScienceWorld step through the server and in a bare simulator."""
     from scienceworld import ScienceWorldEnv
 
     from envs.sciworld.simulators import MEMORY_OPTIONS
@@ -185,7 +184,7 @@ def measure_next_to_simulator(url: str, scripts: list[Script]) -> dict[str, floa
                     start = time.perf_counter()
                     step(move)
                     taken.append(time.perf_counter() - start)
-        if turn < 3:  # Java compiles what runs often
+        if turn < 3:  # warm-up of the Java compiler
             served.clear()
             bare.clear()
     session.close()
@@ -198,10 +197,10 @@ def measure_next_to_simulator(url: str, scripts: list[Script]) -> dict[str, floa
 
 
 def processes_of(server: ServerProcess) -> Iterator[list[str]]:
-    """What /proc says of the server and of the processes it started."""
+    """The fields of /proc/PID/stat for the server and the processes that it started."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            # Fields from the third on: the second, a name, may hold anything.
+            # Fields from the third on: the second, the process name, may contain any character.
             fields = (process / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue

@@ -1,11 +1,12 @@
-"""The update step against transformers + torch, side by side on this machine's CPU.
+"""Compares the update step with transformers + torch on this machine's CPU.
 
     python benchmarks/learner.py [--rounds 5]
 
-The same Qwen3-style model (8 layers, hidden 512, vocabulary 32k, float32), the same RL batch (PPO
-clip, AdamW, clipping), one worker process per side, steps taken in turn. (a) equal lengths 8 x 512,
-every token trained; (b) a ragged multi-turn batch, lengths 64 to 512, a third of the tokens the
-agent's, which torch pads to 512 as OpenManus-RL does. Needs torch beside the project.
+Both sides train the same Qwen3-style model (8 layers, hidden 512, vocabulary 32k, float32) on the
+same RL batch (PPO clip, AdamW, gradient clipping), each in its own worker process, with alternating
+steps. The case `equal` has 8 sequences of 512 tokens, all trained. The case `ragged` is a
+multi-turn batch with lengths from 64 to 512, in which a third of the tokens are trained; the torch
+side pads it to 512. Requires torch.
 """
 
 import argparse
@@ -163,7 +164,7 @@ def torch_step(case: str) -> Any:
 
 
 def worker(side: str, case: str, remat: str) -> None:
-    """Takes a step for each line on stdin and answers with its seconds."""
+    """Runs a step for each line on stdin and prints its duration in seconds."""
     step = torch_step(case) if side == "torch" else our_step(case, remat)
     for _ in range(2):
         step()

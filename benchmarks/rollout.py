@@ -1,15 +1,15 @@
-"""The embedded engine against transformers' `generate` on this machine's CPU.
+"""Compares the embedded engine with transformers' `generate` on this machine's CPU.
 
     python benchmarks/rollout.py [--rounds 5]
 
-One random Qwen3-style model (8 layers, hidden 512, vocabulary 32k, float32, tied), the same weights
-on both sides, one worker process per side, runs taken in turn, everything sampled at temperature 1.
-(single_turn) 16 prompts of 64 tokens, 64 new tokens each. (episodes) 16 episodes of five turns of
-64 observation tokens and 64 sampled ones; `generate` is given the whole history every turn, as
-rollouts without sessions do, and the engine keeps what it has seen. (in_flight) the engine alone:
-256 episodes at once against an environment that takes 200 ms a step, and an instant one; busy is
-the share of the time that the device computes. Needs torch beside the project's own packages, which
-gets the number of threads that it is faster with, and waits for them without spinning.
+Both sides use the same random Qwen3-style model (8 layers, hidden 512, vocabulary 32k, float32,
+tied), each in its own worker process, with alternating runs, and sample at temperature 1.
+`single_turn` has 16 prompts of 64 tokens with 64 new tokens each. `episodes` has 16 episodes of
+five turns with 64 observation tokens and 64 sampled tokens; `generate` gets the whole history in
+every turn, and the engine keeps its cache between turns. `in_flight` measures the engine alone with
+256 concurrent episodes, in an environment with 200 ms per step and in one without delay; busy is
+the fraction of time in which the device computes. Requires torch, which uses the faster of one
+thread and all threads, without spinning.
 """
 
 import argparse
@@ -41,7 +41,7 @@ BATCH, NEW, TURNS = 16, 64, 5
 EPISODES, STEP_SECONDS = 256, 0.2
 
 Generate = Callable[[np.ndarray, bool], np.ndarray]
-"""Ids [rows, length], and whether to take the likeliest → new ids [rows, NEW]."""
+"""(ids [rows, length], whether to decode greedily) → new ids [rows, NEW]."""
 
 
 def observations(seed: int, rows: int = BATCH, length: int = 64) -> np.ndarray:
@@ -121,7 +121,7 @@ def peer_generate(directory: Path) -> Generate:
 
 
 def play(generate: Generate, turns: int, seed: int) -> None:
-    """Episodes of `turns` turns, in step, as a batch."""
+    """Plays a batch of episodes of `turns` turns in lockstep."""
     history = np.zeros((BATCH, 0), np.int64)
     for turn in range(turns):
         history = np.concatenate([history, observations(seed + turn)], axis=1)
@@ -129,7 +129,7 @@ def play(generate: Generate, turns: int, seed: int) -> None:
 
 
 def worker(side: str, directory: Path) -> None:
-    """Answers each line on stdin, `greedy` or a number of turns, with a line of JSON."""
+    """Prints a line of JSON for each line on stdin, `greedy` or a number of turns."""
     generate = (our_generate if side == "ours" else peer_generate)(directory)
     play(generate, 1, 0)
     print(json.dumps("ready"), flush=True)
@@ -171,7 +171,7 @@ class Worker:
 
 
 def compare(workers: dict[str, Worker], turns: int, rounds: int) -> dict[str, Any]:
-    """Speed in seconds of wall time, and in CPU seconds, which other programs disturb less."""
+    """Speed in wall-clock time, and in CPU time, which is less sensitive to other load."""
     spent: dict[str, list[tuple[float, float]]] = {side: [] for side in workers}
     for _ in range(rounds):
         for side, w in workers.items():
@@ -191,7 +191,7 @@ def compare(workers: dict[str, Worker], turns: int, rounds: int) -> dict[str, An
 def in_flight(
     engine: Any, step_seconds: float, seed: int, turns: int = 3, new: int = 16
 ) -> dict[str, float]:
-    """All episodes at once, each a thread that asks, waits for its environment, and asks again."""
+    """Runs all episodes concurrently, each in a thread that alternates generation and waiting."""
     from manus_jax.engines.protocol import Request, Sampling
 
     before = engine.metrics()

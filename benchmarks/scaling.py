@@ -1,15 +1,15 @@
-"""The update step compiled for 1, 2, 4 and 8 devices: work per device instead of wall-clock time.
+"""Compiles the update step for 1, 2, 4 and 8 devices and reports the work per device.
 
     python benchmarks/scaling.py [--devices 1 2 4 8]
 
-The same model and batch, fully sharded (FSDP) over CPU devices. Reported per device: FLOPs of all
-matrix products, bytes sent in collectives (loop bodies times the length of the loop) and peak
-memory. In theory, FLOPs fall as 1/n. In the layers, each device receives the (n-1)/n of every
-weight that it does not hold, twice per micro-batch (forward, and backward with remat), and the
-gradients are reduced once, at twice the bytes where the compiler all-reduces them and keeps one
-part (XLA's CPU compiler does). The head is gathered and its gradient scattered once per
-micro-batch, and token embeddings are sent there and back. The state takes 12 bytes per parameter,
-over n.
+The same model and batch are fully sharded (FSDP) over CPU devices. The report contains, per device,
+the FLOPs of all matrix products, the bytes sent in collectives (loop bodies times the number of
+iterations) and the peak memory. In theory, FLOPs are proportional to 1/n. In the layers, each
+device receives the part of every weight that it does not hold, (n-1)/n of it, twice per micro-batch
+(forward, and backward with remat). Gradients are reduced once, with twice the bytes if the compiler
+uses an all-reduce and discards the rest, as XLA's CPU compiler does. The head is gathered and its
+gradient scattered once per micro-batch, and token embeddings are sent in both directions. The state
+takes 12/n bytes per parameter.
 """
 
 import argparse
@@ -61,7 +61,7 @@ LAYOUT = Layout(micro_batches=2, rows=8, length=512)
 
 
 def design(arch: Architecture, layout: Layout, mesh: jax.sharding.Mesh) -> LearnerSpec:
-    """The update of GRPO in float32 with full remat, as training specifies it."""
+    """The spec of a GRPO update in float32 with full remat, built as in training."""
     recipe = RECIPES["grpo"]
     kernel = AttentionKernel("plain", mesh)
     graphdef, shapes = abstract_model(Transformer, arch, Compute("float32", "full", kernel))
@@ -79,7 +79,7 @@ def design(arch: Architecture, layout: Layout, mesh: jax.sharding.Mesh) -> Learn
 
 
 def measure(arch: Architecture, layout: Layout, devices: int) -> dict[str, Any]:
-    """The work of one of `devices` devices in an update, and the bytes that theory predicts."""
+    """The work per device of an update on `devices` devices, and the predicted bytes."""
     mesh = make_mesh(fsdp=devices, devices=jax.devices()[:devices])
     made = design(arch, layout, mesh)
     compiled = lower_update(made, mesh).compile()
@@ -112,7 +112,7 @@ def measure(arch: Architecture, layout: Layout, devices: int) -> dict[str, Any]:
 
 
 def product_flops(text: str, loops: tuple[int, ...]) -> float:
-    """FLOPs of the matrix products of a compiled module; loop bodies count as often as they run."""
+    """FLOPs of the matrix products of a compiled module; loop bodies count once per iteration."""
     shapes = dict(re.findall(r"%(\S+) = \w+\[([\d,]*)\]", text))
     total = 0.0
     for i in instructions(text, loops):
@@ -128,7 +128,7 @@ def product_flops(text: str, loops: tuple[int, ...]) -> float:
 
 
 def layer_parameters(made: LearnerSpec, mesh: jax.sharding.Mesh) -> tuple[int, int]:
-    """The sharded parameters of all layers, and all parameters of the layers.
+    """The number of sharded parameters in the layers, and of all their parameters.
 
     Norms are replicated: they are not gathered, but their gradients are reduced.
     """
@@ -139,7 +139,7 @@ def layer_parameters(made: LearnerSpec, mesh: jax.sharding.Mesh) -> tuple[int, i
 
 
 def compare(arch: Architecture, layout: Layout, counts: list[int]) -> dict[str, Any]:
-    """All device counts, with ratios to the theory; 1 is agreement."""
+    """Measures all device counts; ratios are relative to the theory, so 1 is agreement."""
     rows = [measure(arch, layout, n) for n in counts]
     first = rows[0]
     for row in rows:

@@ -1,14 +1,14 @@
-"""What it takes to hand new weights to a vLLM server that generates meanwhile: bytes and seconds.
+"""Measures weight updates of a vLLM server during generation, in bytes and seconds.
 
     MANUS_JAX_VLLM_PYTHON=vllm/bin/python python benchmarks/weights.py
 
-A real vLLM server serves a model of SmolLM2's shape (135M parameters, random weights) and gets new
-weights in bfloat16 again and again, while one request generates: versions in which every weight is
-another, and versions in which a share of them is, evenly spread. It computes in float32 unless told
-otherwise: few CPUs multiply in bfloat16. The peers are what cannot be done without: the same bytes
-written to the same disk and read back, each in one piece; and the same requests sent straight to
-vLLM, without the pool. What is compared takes turns, `--rounds` times, and the figures are medians.
-The last line printed is one JSON object.
+A vLLM server with a model of SmolLM2's shape (135M parameters, random weights) repeatedly loads new
+bfloat16 weights while one request generates: versions in which every weight changes, and versions
+in which a fraction of the weights, evenly distributed, changes. The server computes in float32 by
+default, because few CPUs multiply in bfloat16. The baselines are writing the bytes of the whole
+model to the same disk and reading them back, and sending the same requests directly to vLLM,
+without the pool. Both sides alternate for `--rounds` rounds, and the figures are medians. The last
+line of output is one JSON object.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.pop(0)  # this folder comes first when the script is started
+sys.path.pop(0)  # Python puts the folder of the script first on the path
 
 import jax
 import numpy as np
@@ -48,7 +48,7 @@ PROMPT = 64
 
 
 def changed(params: Any, share: float, seed: int) -> Any:
-    """About that share of the weights is another bfloat16 number."""
+    """Changes about this fraction of the weights to a different bfloat16 value."""
     rng = np.random.default_rng(seed)
 
     def moved(leaf: jax.Array) -> jax.Array:
@@ -60,7 +60,7 @@ def changed(params: Any, share: float, seed: int) -> Any:
 
 
 def write_and_read(count: int, path: Path) -> float:
-    """Seconds for so many bytes to be on the disk, and then in memory again."""
+    """Seconds to write `count` bytes to disk and read them back."""
     data = np.random.default_rng(0).integers(0, 256, count, np.uint8)
     began = time.perf_counter()
     with path.open("wb", buffering=0) as file:
@@ -71,7 +71,7 @@ def write_and_read(count: int, path: Path) -> float:
 
 
 class LongRequest:
-    """A generation that streams its tokens from vLLM itself; when each of them came."""
+    """A generation streamed directly from vLLM; records the arrival time of each token."""
 
     def __init__(self, url: str) -> None:
         self.came: list[float] = []
@@ -92,7 +92,7 @@ class LongRequest:
                     return
 
     def longest_wait(self, began: float, ended: float) -> float:
-        """For a token, between two moments."""
+        """The longest time without a token between two times."""
         while self.came[-1] < ended:
             time.sleep(0.005)
         self._stop.set()
@@ -103,7 +103,7 @@ class LongRequest:
 
 
 class Updates:
-    """Versions pushed to a server; what each of them took."""
+    """Pushes versions to a server and records the cost of each."""
 
     def __init__(self, pool: VllmPool, url: str, root: Path, params: Any) -> None:
         self._pool, self._url, self._root, self._params = pool, url, root, params
@@ -154,7 +154,7 @@ def requests_of(round_: int, count: int, tokens: int) -> list[Request]:
 
 
 def tokens_per_second(pool: VllmPool, url: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Through the pool and straight to vLLM, in turns, the server's cache empty each time."""
+    """Throughput with and without the pool, alternating, each time with an empty cache."""
     server = VllmServer(url)
     server.info()
     count = options.requests
@@ -174,7 +174,7 @@ def tokens_per_second(pool: VllmPool, url: str, options: argparse.Namespace) -> 
             requests.post(f"{url}/reset_prefix_cache", timeout=60)
             began = time.perf_counter()
             made = sum(len(generation.token_ids) for generation in way(asked))
-            if round_:  # the first warms up
+            if round_:  # the first round is a warm-up
                 rates[name].append(made / (time.perf_counter() - began))
     medians = {name: round(statistics.median(values), 1) for name, values in rates.items()}
     pairs = zip(rates["pool"], rates["straight"], strict=True)
@@ -182,7 +182,7 @@ def tokens_per_second(pool: VllmPool, url: str, options: argparse.Namespace) -> 
     return {
         "tokens_per_second": medians,
         "throughput_ratio": round(statistics.median(ratios), 4),
-        "throughput_ratios": ratios,  # far from each other: the machine was not quiet enough
+        "throughput_ratios": ratios,  # a large spread means that the machine had other load
     }
 
 

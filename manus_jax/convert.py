@@ -1,4 +1,4 @@
-"""`python -m manus_jax.convert from-hf|to-hf`: between Hugging Face directories and Orbax."""
+"""`python -m manus_jax.convert from-hf|to-hf`: converts between Hugging Face and Orbax."""
 
 import argparse
 from pathlib import Path
@@ -11,7 +11,7 @@ from manus_jax.models.loading import load_step
 
 
 def from_hf(hf: Path, out: Path) -> Path:
-    """Writes `out/checkpoints/0` and `out/model`: a run directory that holds only a model."""
+    """Writes `out/checkpoints/0` and `out/model`: a run directory that contains only a model."""
     if (out / "checkpoints").exists():
         raise ModelError(f"{out} holds checkpoints already; choose another --out")
     params, card = huggingface.load_params(hf)

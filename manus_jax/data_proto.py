@@ -1,12 +1,12 @@
-"""DataProto: the batch that travels from rollout to update, as one JAX pytree.
+"""DataProto: the batch that rollouts produce and updates consume, as one JAX pytree.
 
 It holds `batch` (arrays with one leading row dimension), `non_tensor_batch` (one Python value per
 row, on the host) and `meta_info` (a plain dict). Every operation returns a new object in which
-arrays and per-row values are still aligned; arrays are shared, not copied, where nothing changed.
+arrays and per-row values stay aligned; unchanged arrays are shared, not copied.
 
-As a pytree its leaves are the arrays. Host values take no part in tracing: `jit` never retraces
-because of them, code inside a transformation does not see them, and what comes out of one has none.
-Outside of transformations (`jax.tree.map`, `jax.device_put`) they are kept.
+The leaves of the pytree are the arrays. Host values are not traced: they never cause `jit` to
+retrace, and neither code inside a transformation nor its result has them. Outside of tracing
+(`jax.tree.map`, `jax.device_put`) they are kept.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class DataProtoItem:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class DataProto:
-    """Rows of arrays `[rows, ...]`, per-row Python values, and metadata of the whole."""
+    """Arrays `[rows, ...]`, per-row Python values, and metadata of the batch."""
 
     batch: dict[str, Array] = dataclasses.field(default_factory=dict)
     non_tensor_batch: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -71,7 +71,7 @@ class DataProto:
     def from_single_dict(
         cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None
     ) -> "DataProto":
-        """Sorts columns by type: number and bool arrays are tensors, all else is per-row values."""
+        """Assigns columns by type: numeric and bool arrays are tensors, all else per-row values."""
         tensors = {key: value for key, value in data.items() if columns.is_numeric_array(value)}
         others = {key: value for key, value in data.items() if key not in tensors}
         return cls.from_dict(tensors, others, meta_info)
@@ -84,7 +84,7 @@ class DataProto:
     def _unchecked(
         cls, batch: dict[str, Any], non_tensor_batch: dict[str, np.ndarray], meta: dict[str, Any]
     ) -> "DataProto":
-        """Builds without validation: inside transformations the leaves may be anything."""
+        """Skips validation, because leaves may be arbitrary objects inside transformations."""
         proto = object.__new__(cls)
         object.__setattr__(proto, "batch", batch)
         object.__setattr__(proto, "non_tensor_batch", non_tensor_batch)
@@ -135,7 +135,7 @@ class DataProto:
         )
 
     def _checked_indexes(self, indexes: np.ndarray) -> np.ndarray:
-        # JAX clamps indexes that are out of bounds, which would silently repeat rows.
+        # JAX clamps out-of-bounds indexes, which would silently repeat rows.
         rows = len(self)
         if indexes.ndim != 1:
             raise ValueError(f"indexes must be one-dimensional, got shape {indexes.shape}")
@@ -170,7 +170,7 @@ class DataProto:
         non_tensor_batch_keys: Iterable[str] = (),
         meta_info_keys: Iterable[str] = (),
     ) -> tuple["DataProto", "DataProto"]:
-        """`(popped, rest)`: the named keys, and everything else."""
+        """Returns `(popped, rest)`: the named keys, and everything else."""
         popped = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
         rest = self._unchecked(
             {k: v for k, v in self.batch.items() if k not in popped.batch},
@@ -196,7 +196,7 @@ class DataProto:
         )
 
     def union(self, other: "DataProto") -> "DataProto":
-        """The keys of both; a key in both must hold the same content, bit for bit."""
+        """The keys of both; a key in both must have bitwise identical content."""
         if self._has_columns and other._has_columns and len(self) != len(other):
             raise ValueError(f"union of {len(self)} rows with {len(other)} rows")
         return DataProto(
@@ -211,7 +211,7 @@ class DataProto:
 
     @staticmethod
     def concat(protos: Sequence["DataProto"]) -> "DataProto":
-        """Rows of all, in order; keys, dtypes and metadata must agree."""
+        """Concatenates rows in order; keys, dtypes and metadata must agree."""
         if not protos:
             raise ValueError("concat needs at least one DataProto")
         first, meta = protos[0], protos[0].meta_info
@@ -275,14 +275,14 @@ class DataProto:
         epochs: int = 1,
         seed: Sequence[int] | None = None,
     ) -> Iterator["DataProto"]:
-        """Mini-batches over `epochs` passes, shuffled anew in each pass if seeded.
+        """Iterates over mini-batches for `epochs` passes; with a seed, each pass is reshuffled.
 
         Args:
-          mini_batch_size: rows per mini-batch, which must divide the batch, or with `by` the number
-            of different values per mini-batch, of which the last may have fewer. None: all.
+          mini_batch_size: rows per mini-batch, which must divide the batch; with `by`, the number
+            of distinct values per mini-batch, where the last one may have fewer. None: all.
           by: a host column; rows with the same value stay together, in their order.
           epochs: passes over the batch.
-          seed: of the shuffling; pass `e` draws from `(*seed, e)`.
+          seed: shuffles the rows; pass `e` uses the seed `(*seed, e)`.
         """
         units = np.arange(len(self))
         if by is not None:
@@ -314,7 +314,7 @@ class DataProto:
         return mini_batches()
 
     def pad_to_divisor(self, divisor: int) -> "DataProto":
-        """Appends rows of zeros (and `None`) until `divisor` divides; `row_weight` marks them 0."""
+        """Appends rows of zeros (and `None`) up to a multiple of `divisor`, with `row_weight` 0."""
         if divisor < 1:
             raise ValueError(f"divisor must be at least 1, got {divisor}")
         rows, extra = len(self), -len(self) % divisor
@@ -333,7 +333,7 @@ class DataProto:
         return DataProto(padded, others, self.meta_info)
 
     def unpad(self) -> "DataProto":
-        """Drops rows of weight zero, wherever they are, and a weight that is then 1 throughout."""
+        """Drops all rows of weight zero, and `row_weight` itself if all other weights are 1."""
         if ROW_WEIGHT not in self.batch:
             raise KeyError(
                 f"unpad needs batch[{ROW_WEIGHT!r}] from pad_to_divisor; there are {[*self.batch]}"
@@ -345,17 +345,17 @@ class DataProto:
         return real
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes one file, without pickle, and renames it into place."""
+        """Writes one file atomically, without pickle."""
         data_proto_file.write(path, self.batch, self.non_tensor_batch, self.meta_info)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "DataProto":
-        """Reads what `save` wrote; arrays come back as NumPy, with their exact dtypes."""
+        """Reads a file of `save`; arrays are NumPy arrays with their original dtypes."""
         with open(path, "rb") as file:
             return cls.from_dict(*data_proto_file.read(file, str(path)))
 
     def to_bytes(self) -> bytes:
-        """What `save` writes, for sending to another process."""
+        """The contents of a file of `save`, for sending to another process."""
         buffer = io.BytesIO()
         data_proto_file.dump(buffer, self.batch, self.non_tensor_batch, self.meta_info)
         return buffer.getvalue()
@@ -366,7 +366,7 @@ class DataProto:
 
 
 class _HostValues:
-    """The static part of a flattened DataProto; all are equal, so that none causes retracing."""
+    """The static part of a flattened DataProto; all compare equal, to avoid retracing."""
 
     __slots__ = ("meta_info", "non_tensor_batch")
 
@@ -396,7 +396,7 @@ def _flatten_with_keys(proto: DataProto) -> tuple[tuple[tuple[Any, Any]], _HostV
 def _unflatten(host: _HostValues, children: Iterable[Any]) -> DataProto:
     (batch,) = children
     leaves = jax.tree.leaves(batch)
-    # jit caches the static part of its first call, so under tracing it must not reach the result.
+    # jit caches the static part of its first call, so results of tracing must not contain it.
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return DataProto._unchecked(batch, {}, {})
     return DataProto._unchecked(batch, dict(host.non_tensor_batch), host.meta_info)

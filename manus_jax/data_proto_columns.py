@@ -1,6 +1,6 @@
-"""The columns of a DataProto: what one may hold, when two are the same, and how they are joined.
+"""The columns of a DataProto: validation, comparison and concatenation.
 
-Every check names the key and the sizes, so that a mistake is found where it is made.
+The message of every failed check names the key and the sizes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,7 +42,7 @@ def object_column(key: str, values: Any) -> np.ndarray:
             f"got {type(values).__name__}"
         )
     column = np.empty(len(values), object)
-    for row, value in enumerate(values):  # one by one: NumPy would unpack nested lists
+    for row, value in enumerate(values):  # row by row: NumPy would unpack nested lists
         column[row] = value
     return column
 
@@ -77,7 +77,7 @@ def _describe(value: Any) -> str:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in type and content; NaN equals itself, and 1, 1.0 and True are three things."""
+    """Equal in type and content; NaN equals itself, and 1, 1.0 and True differ."""
     if a is b:
         return True
     if isinstance(a, np.ndarray | jax.Array) and isinstance(b, np.ndarray | jax.Array):

@@ -1,7 +1,7 @@
 """The file format of a DataProto: an .npz archive with the arrays, and JSON for everything else.
 
-There is no pickle, so reading a file never runs code. The archive's checksums detect a damaged
-file, and a file appears under its name only when it is complete.
+Without pickle, reading a file never runs code. The archive's checksums detect damaged files, and
+files are written atomically.
 """
 
 import base64
@@ -59,7 +59,7 @@ def dump(
 def read(
     file: BinaryIO, name: str
 ) -> tuple[dict[str, np.ndarray], dict[str, list[Any]], dict[str, Any]]:
-    """`(batch, non_tensor_batch, meta_info)`; errors call the file `name`."""
+    """Returns `(batch, non_tensor_batch, meta_info)`; errors refer to the file as `name`."""
     try:
         if not zipfile.is_zipfile(file):
             raise ValueError("it is truncated, or of another format")
@@ -82,7 +82,7 @@ def read(
 
 
 def _is_extension(dtype: np.dtype) -> bool:
-    """bfloat16, float8 and the like: registered with NumPy, but unknown to its file format."""
+    """bfloat16, float8 and the like: registered with NumPy but not supported by its file format."""
     return dtype.isbuiltin == 2
 
 
@@ -98,7 +98,7 @@ def _storable(key: str, value: np.ndarray | jax.Array) -> np.ndarray:
 
 
 def _to_json(value: Any, where: str) -> Any:
-    """JSON, with one-key objects `{"$tag": …}` for what JSON lacks."""
+    """JSON, with one-key objects `{"$tag": …}` for types that JSON does not have."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:

@@ -1,4 +1,4 @@
-"""`python -m manus_jax.report RUN_DIR [--out FILE]`: a run as one HTML page, done or not."""
+"""`python -m manus_jax.report RUN_DIR [--out FILE]`: writes one HTML page about a run."""
 
 import argparse
 from pathlib import Path

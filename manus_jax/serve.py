@@ -1,11 +1,11 @@
 """`python -m manus_jax.serve --model DIR --port P`: a vLLM server that takes new weights.
 
 DIR is a Hugging Face directory, or one that `manus_jax.publish` writes to, whose newest snapshot is
-used. vLLM has an environment of its own: give its interpreter with --python or in
+used. vLLM is installed in its own environment; set its interpreter with --python or
 MANUS_JAX_VLLM_PYTHON. The server listens on loopback, or on a private interface with an API key
 from VLLM_API_KEY or --api-key-file. When it is ready it prints "serving URL" and, with
---address-file, writes its address where a pool looks for it. Arguments after -- are passed to vLLM.
-Imports no JAX.
+--address-file, adds its address to the file that a pool reads. Arguments after -- are passed to
+vLLM. This command does not import JAX.
 """
 
 import argparse

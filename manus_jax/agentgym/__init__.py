@@ -1,1 +1,1 @@
-"""Clients of all AgentGym environments over HTTP: sessions, leases, retries, server processes."""
+"""HTTP clients for all AgentGym environments: sessions, leases, retries, server processes."""

@@ -1,11 +1,11 @@
 """One session on one environment server: create, reset, step, close.
 
-The code is the same for every environment and reads the row of `table.py`. An answer is either an
-observation of the game or an `EnvironmentFailure` that names the environment, the URL, the call and
-the answer. A session belongs to one thread at a time.
+The code is the same for every environment and is driven by its row in `table.py`. A response is
+either an observation of the game or an `EnvironmentFailure` that names the environment, the URL,
+the call and the response. A session belongs to one thread at a time.
 
-Calls use the standard library's HTTP client: a call holds the interpreter for 0.2 ms, a quarter of
-what requests takes, and that bounds how many episodes a trainer can play at once.
+Calls use the standard library's HTTP client: a call holds the interpreter lock for 0.2 ms, a
+quarter of the time that requests needs, which bounds the number of concurrent episodes.
 """
 
 import http.client
@@ -45,8 +45,8 @@ class StepResult:
 def server_root(row: EnvironmentRow, address: str) -> str:
     """The URL of a server, given a URL with or without its prefix, or a host.
 
-    A bare host gets the environment's default port. 0.0.0.0 is an address to listen on, not one
-    to call, and becomes 127.0.0.1.
+    A bare host gets the environment's default port. 0.0.0.0 is an address to listen on, not one to
+    call, and becomes 127.0.0.1.
     """
     bare_host = "://" not in address
     parts = urlsplit(f"http://{address}" if bare_host else address)
@@ -76,7 +76,7 @@ class Response:
 
     @property
     def is_page(self) -> bool:
-        """A web page, which no AgentGym server has.
+        """Whether this is a web page, which no AgentGym server returns.
 
         webarena's server (Quart) labels its plain "ok" as text/html, so the content type is not
         used, and reports exceptions as pages, so a 500 does not count.
@@ -85,7 +85,7 @@ class Response:
 
 
 class Connection:
-    """HTTP to one server over one connection, with every failure typed."""
+    """One HTTP connection to one server; every failure is an EnvironmentFailure."""
 
     def __init__(self, row: EnvironmentRow, root: str, settings: EnvPoolSettings) -> None:
         self.row = row
@@ -99,7 +99,7 @@ class Connection:
     def call(
         self, method: str, path: str, body: Any = None, timeout: float | None = None
     ) -> Response:
-        """One request; raises EnvironmentFailure if no answer arrives."""
+        """Sends one request; raises EnvironmentFailure if no response arrives."""
         read = timeout or self._settings.read_timeout or self.row.read_timeout
         content = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
@@ -122,7 +122,7 @@ class Connection:
         return response
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
-        """The JSON of a 200 answer that is not an error."""
+        """The JSON of a 200 response; raises if the response is an error."""
         response = self.call(method, path, body)
         text = response.text
         if response.is_page:
@@ -142,7 +142,7 @@ class Connection:
         return answer
 
     def check(self) -> None:
-        """The server is up: GET / answers in time, and not with a web page."""
+        """Raises unless the server is up: GET / responds in time, and not with a web page."""
         response = self.call("GET", "/", timeout=self._check_timeout)
         if response.status != 200 or response.is_page:
             detail = f"not an AgentGym server (HTTP {response.status}): "
@@ -150,7 +150,7 @@ class Connection:
             raise self.failure(FailureKind.NOT_AGENTGYM, "GET", "/", detail)
 
     def check_routes(self) -> None:
-        """The server is up and speaks this environment's protocol.
+        """Raises unless the server is up and implements this environment's protocol.
 
         A step without fields changes nothing on any server. A FastAPI server replies with the
         missing fields, which distinguishes the two families of environments.
@@ -315,7 +315,7 @@ class Session:
     def _reporting(self, item: int | None = None) -> Iterator[None]:
         """Reports a failure in the block to the listener.
 
-        The refusal of an item that AgentGym does not have is attributed to the dataset.
+        If the server refuses an item that AgentGym does not have, the dataset is at fault.
         """
         try:
             yield

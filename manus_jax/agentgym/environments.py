@@ -4,8 +4,8 @@
         with pool.lease("textcraft") as session:
             observation = session.reset(0)
 
-All mistakes in the choice of servers (a name, a server that is missing or the wrong one) are found
-and reported together before the first process starts.
+All errors in the choice of servers (an unknown name, a missing or wrong server) are detected and
+reported together before the first process starts.
 """
 
 import os
@@ -64,7 +64,7 @@ def open_environments(
 
 
 def embedded_server(env: str, port: int = 0) -> ServerCommand:
-    """The command of a server in `envs/`; port 0 takes a free one."""
+    """The command of a server in `envs/`; port 0 selects a free port."""
     parent = str(os.getpid())
     arguments = (EMBEDDED.get(env, env), "--port", str(port), "--parent_pid", parent)
     prefix = ENVIRONMENTS[env].prefix if env in ENVIRONMENTS else ""

@@ -1,8 +1,8 @@
 """Failures between an agent and its environment server, as one typed exception.
 
-An answer either belongs to the game (an unknown action, a wrong word) and is an observation, or it
-does not (a timeout, a 500, an HTML page) and is an `EnvironmentFailure`. A failure never becomes a
-reward of zero. Its kind says whether a new session may succeed.
+A response that belongs to the game (an unknown action, a wrong word) is an observation; anything
+else (a timeout, a 500, an HTML page) is an `EnvironmentFailure`. A failure never becomes a reward
+of zero. Its kind determines whether a new session may succeed.
 """
 
 import enum
@@ -19,25 +19,25 @@ class FailureKind(enum.StrEnum):
     ERROR_ANSWER = "error_answer"  # HTTP 200 with {"error": ...}
     MALFORMED = "malformed"  # broken JSON, a missing field, a value of the wrong type
     NOT_AGENTGYM = "not_agentgym"  # HTML, or none of the protocol's routes
-    BACKEND = "backend"  # the server answered, a service that it depends on did not
+    BACKEND = "backend"  # a service that the server depends on failed
     ITEM = "item"  # the server refused an item outside the environment's range
     DUPLICATE_ID = "duplicate_id"  # create returned an id that is in use
     NO_SERVER = "no_server"  # no session became free in time
 
     @property
     def lost_contact(self) -> bool:
-        """The server is gone or hangs, so its other sessions are suspect too."""
+        """Whether the server is gone or hangs, so that its other sessions are suspect too."""
         return self in (FailureKind.TIMEOUT, FailureKind.CONNECTION, FailureKind.NOT_AGENTGYM)
 
     @property
     def refusal(self) -> bool:
-        """The server answered and refused to create a session or an episode."""
+        """Whether the server refused to create a session or an episode."""
         refused = (FailureKind.STATUS, FailureKind.ERROR_ANSWER, FailureKind.BACKEND)
         return self in (*refused, FailureKind.DUPLICATE_ID)
 
     @property
     def retryable(self) -> bool:
-        """A fresh session may succeed where this one failed."""
+        """Whether a fresh session may succeed."""
         return self not in (FailureKind.ITEM, FailureKind.NO_SERVER)
 
 

@@ -1,9 +1,9 @@
 """Leases on the servers of one environment.
 
-A session is leased, never shared. A lease owns one id on one server from create (or from a kept,
-idle session) until it is released; an id that a server hands out twice is refused. The state
-machine in `server_state.py` decides what happens to a server; this module adds the lock, which is
-never held during a call, the waiting and the HTTP calls.
+Sessions are leased exclusively. A lease owns one session id on one server from its creation (or
+from the reuse of an idle session) until it is released; an id that a server returns twice is
+rejected. The state machine in `server_state.py` decides what happens to a server; this module adds
+the lock, which is never held during a call, the waiting and the HTTP calls.
 """
 
 import math
@@ -22,7 +22,7 @@ from manus_jax.config.server_settings import EnvPoolSettings
 
 
 class Clock:
-    """The pool's source of time; tests substitute their own."""
+    """The pool's clock; tests replace it."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -34,7 +34,7 @@ class Clock:
 
 @dataclass
 class Lease:
-    """A session in use. `key` is its server and id; `trial`: it tests a suspect server."""
+    """A session in use. `key` is its server and id; `trial`: the session tests a suspect server."""
 
     session: Session
     key: tuple[str, int | str]
@@ -72,7 +72,7 @@ class LeaseGroup:
             self._add(server_root(row, address))
 
     def acquire(self) -> Lease:
-        """A session that nobody else has, within `patience` seconds."""
+        """An exclusive session; raises EnvironmentFailure if none is free in `patience` seconds."""
         deadline = self._clock.now() + self._settings.patience
         while True:
             state, session = self._grant(deadline)
@@ -96,12 +96,12 @@ class LeaseGroup:
             session.listener = self._listener(lease)
             with self._changed:
                 self._counts["leases"] += 1
-                # Where there was room for one there may be more: wake one waiting thread.
+                # There may be room for more sessions: wake one waiting thread.
                 self._changed.notify()
             return lease
 
     def release(self, lease: Lease, clean: bool) -> None:
-        """Takes a session back: kept if it is sound and reusable, else closed or dropped."""
+        """Releases a session, which is kept if it is clean and reusable, else closed or dropped."""
         session, (url, identifier) = lease.session, lease.key
         session.listener = None
         with self._changed:
@@ -157,7 +157,7 @@ class LeaseGroup:
             connection.close()
 
     def _grant(self, deadline: float) -> tuple[EnvServerState, Session | None]:
-        """Room on the best server, and an idle session of it if there is one.
+        """Reserves room on the best server; also returns an idle session of it, if any.
 
         Waits for room until the deadline.
         """
@@ -174,7 +174,7 @@ class LeaseGroup:
                     self._states[state.url] = server_state.granted(state)
                     return state, self._take_kept(state.url)
                 if now >= deadline:
-                    # A wake-up may have reached this thread too late: pass it on.
+                    # This thread may have consumed a wake-up on its timeout: pass it on.
                     self._changed.notify()
                     waited = self._settings.patience
                     raise self._no_server(f"no free session within {waited:g} s")
@@ -226,11 +226,11 @@ class LeaseGroup:
             after = server_state.failed(before, failure.kind, now, chance, policy)
             self._states[url] = after
             if failure.kind is FailureKind.CONNECTION:
-                # The process is gone, and so are its idle sessions.
+                # The idle sessions were lost with the process.
                 self._forget_kept(url)
             marked_down = after.health.incidents > before.health.incidents
             if marked_down:
-                # Waiting threads must now wake up in time for the next trial.
+                # Waiting threads must recompute the time of the next trial.
                 self._changed.notify_all()
         if marked_down and server_state.broken(after, policy) and self._on_broken:
             self._on_broken(self._row.name, url)
@@ -243,9 +243,9 @@ class LeaseGroup:
         freed: int | str | None = None,
         refused: bool = False,
     ) -> bool:
-        """Frees room on a server, and the id that was used there or its session, for reuse.
+        """Frees room on a server, and releases the session's id or keeps the session for reuse.
 
-        True if the server refused the session only because it has no more room.
+        Returns True if the server refused the session only because it is full.
         """
         with self._changed:
             if freed is not None:
@@ -264,7 +264,7 @@ class LeaseGroup:
         try:
             session.close()
         except EnvironmentFailure:
-            # The episode is complete; a session that cannot be given back is left to expire.
+            # The episode is complete; a session that cannot be closed expires on the server.
             self.count("failures/close")
 
     def _close_stale(self) -> None:
@@ -286,7 +286,7 @@ class LeaseGroup:
         self._states[url] = server_state.keeping(self._states[url], len(sessions))
 
     def _take_kept(self, url: str) -> Session | None:
-        """The idle session that was used last."""
+        """Removes and returns the most recently used idle session."""
         if not self._kept[url]:
             return None
         *others, (session, _) = self._kept[url]
@@ -294,7 +294,7 @@ class LeaseGroup:
         return session
 
     def _forget_stale(self, now: float) -> None:
-        """Drops sessions unused for so long that their server may have expired them."""
+        """Drops sessions that their server may have expired because they were idle too long."""
         for url, kept in self._kept.items():
             if kept and kept[0][1] < now - self._settings.keep_idle:
                 self._stale += self._forget_kept(url, now - self._settings.keep_idle)

@@ -1,7 +1,7 @@
 """The pool of environment servers: exclusive sessions on healthy servers.
 
 An episode leases a session and plays; the pool chooses the server and handles servers that are
-down. Each environment has its own `LeaseGroup`, so one that hangs does not delay the others.
+down. Each environment has its own `LeaseGroup`, so a hanging one does not delay the others.
 """
 
 import random
@@ -17,9 +17,8 @@ from manus_jax.config.server_settings import EnvPoolSettings
 class EnvironmentPool:
     """Sessions on the servers of several environments. Safe to use from many threads.
 
-    `servers` lists the addresses by environment; `put_server` adds more.
-    `on_broken(env, url)` is called when a server stays down through several trials, so that its
-    owner can replace it.
+    `servers` lists the addresses by environment; `put_server` adds more. `on_broken(env, url)` is
+    called when a server stays down through several trials, so that its owner can replace it.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class EnvironmentPool:
         self._group(env).put(url, instead_of)
 
     def drop_server(self, env: str, url: str, reason: str) -> None:
-        """Removes a server for good; leases that find no other server report the reason."""
+        """Removes a server permanently; leases that find no other server report the reason."""
         self._group(env).drop(url, reason)
 
     def counters(self) -> dict[str, int]:
@@ -75,7 +74,7 @@ class EnvironmentPool:
         }
 
     def close(self) -> None:
-        """Ends kept sessions and refuses new leases."""
+        """Closes idle sessions and refuses new leases."""
         for group in self._groups.values():
             group.close()
 

@@ -1,6 +1,6 @@
-"""Registration of environments that live outside this project.
+"""Registration of environments from outside this project.
 
-An environment consists of a table row (how to talk to its servers), a prompt, and optionally an
+An environment consists of a table row (the protocol of its servers), a prompt, and optionally an
 `EnvironmentSpec` with which servers can be started here. A module that calls `register_environment`
 and is imported by the configuration (`import my_env` in a gin file) adds one.
 """
@@ -15,8 +15,8 @@ def register_environment(
 ) -> None:
     """Adds an environment under the name of its row.
 
-    `spec` says where its EnvironmentSpec is, as "my_env:SPEC"; without one the environment can only
-    be played on the servers of `env.urls`.
+    `spec` is the location of its EnvironmentSpec, as "my_env:SPEC"; without it, the environment can
+    only be played on the servers of `env.urls`.
     """
     if spec is not None and not all(spec.partition(":")):
         raise ValueError(f"{row.name}: spec {spec!r} must have the form 'module:SPEC'")

@@ -1,9 +1,9 @@
-"""How the numbers that a server sends become step rewards.
+"""Converts the values that a server sends to step rewards.
 
-Servers report different quantities: sciworld sends the score so far, the tool environments their
-progress, maze a result at the end. A `RewardRule` computes the episode's total reward after each
-step; the reward of a step is the change of that total, so step rewards always sum to the episode
-reward.
+Servers report different quantities: sciworld sends the score so far, the tool environments send
+their progress, and maze sends a result at the end. A `RewardRule` computes the episode's total
+reward after each step; the reward of a step is the change of that total, so step rewards always sum
+to the episode reward.
 """
 
 import enum
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 class RewardKind(enum.Enum):
-    """How the number sent with a step relates to the reward of the episode."""
+    """How the value sent with a step relates to the episode reward."""
 
     FINAL = "final"  # counts only at the step that ends the episode
     CUMULATIVE = "cumulative"  # the episode reward so far; it can fall
@@ -26,13 +26,13 @@ def full_reward(total: float) -> bool:
 
 
 def any_reward(total: float) -> bool:
-    """Success means any reward at all: the number only says how fast the goal was reached."""
+    """Success means any reward at all: the value only measures how fast the goal was reached."""
     return total > 0.0
 
 
 @dataclass(frozen=True)
 class RewardRule:
-    """How to read one environment's number: its kind, field and range, and what counts as success.
+    """How to read one environment's value: its kind, field and range, and the success criterion.
 
     Values are divided by `high`, so that 1 is always the best possible reward. A value outside
     `low..high` is an error, because the scale would be wrong, unless `clip` is set.

@@ -1,9 +1,9 @@
-"""Which server gets the next session, and when a failed one is tried again.
+"""Selects the server for the next session, and when a failed server is tried again.
 
 A state machine without I/O, locks or clock: states are frozen, and transitions are functions of
-(state, event, time, a random number). A server that loses contact, or gives several bad answers in
-a row, is marked down with a back-off (`servers.health`); after that a single trial session decides
-whether it is back.
+(state, event, time, a random number). A server that loses contact, or gives several bad responses
+in a row, is marked down with a back-off (`servers.health`); after that a single trial session
+decides whether it is back.
 """
 
 from collections.abc import Iterable
@@ -29,8 +29,8 @@ class EnvServerState:
     leases: int = 0  # sessions in use, including those being created
     idle: int = 0  # sessions kept for reuse
     full: bool = False  # it has no room for another session until one is released
-    strikes: int = 0  # bad answers since the last good step
-    silences: int = 0  # latest consecutive incidents without any answer
+    strikes: int = 0  # bad responses since the last successful step
+    silences: int = 0  # consecutive incidents without a response
     trial_out: bool = False
     health: Health = HEALTHY
 
@@ -47,14 +47,14 @@ def granted(state: EnvServerState) -> EnvServerState:
 def released(state: EnvServerState, trial: bool) -> EnvServerState:
     """A session was released, or could not be created: there is room for another."""
     trial_out = state.trial_out and not trial
-    # A server restarted at its old address begins at 0 while its earlier leases run out.
+    # A restarted server starts at 0 leases, while leases from before the restart still end.
     return replace(state, leases=max(0, state.leases - 1), full=False, trial_out=trial_out)
 
 
 def turned_away(state: EnvServerState, trial: bool) -> EnvServerState:
     """The server refused a session or reused an id: it is full if other sessions are leased.
 
-    Each of those makes room when it is released, so a full server never stays full.
+    Releasing any of those makes room, so a server does not stay full.
     """
     state = released(state, trial)
     return replace(state, full=state.leases > 0)
@@ -96,15 +96,15 @@ def failed(
 
 
 def broken(state: EnvServerState, policy: HealthPolicy) -> bool:
-    """The server was silent so often that it should be replaced.
+    """Whether the server failed to respond so often that it should be replaced.
 
-    One that answers, however badly, may still be serving other sessions.
+    A server that responds, even with errors, may still serve other sessions.
     """
     return state.silences >= policy.broken_after
 
 
 def available(state: EnvServerState, now: float) -> bool:
-    """A session may be requested from this server now."""
+    """Whether a session may be requested from this server now."""
     if state.full and not state.idle:
         return False
     if state.limit is not None and state.leases >= state.limit:
@@ -119,7 +119,7 @@ def choose(states: Iterable[EnvServerState], now: float) -> EnvServerState | Non
 
 
 def next_trial(states: Iterable[EnvServerState], now: float) -> float | None:
-    """Seconds until a server that is down may be tried; None if none waits for a trial."""
+    """Seconds until a server that is down may be tried; None if there is no such server."""
     waits = [
         state.health.retry_at - now
         for state in states

@@ -1,8 +1,8 @@
-"""The table of AgentGym's environments: what is sent, what comes back and what it means.
+"""The table of AgentGym's environments: requests, responses and their meaning.
 
 Fifteen servers share a protocol of create, reset, step and close but differ in nearly every field
-name. The table holds these differences, one row per environment, and `client.Session` works from a
-row. Where a row needs a rule instead of a name, such as for the first observation, it refers to one
+name. The table holds these differences, one row per environment, and `client.Session` is driven by
+a row. A row that needs a rule instead of a name, such as for the first observation, refers to one
 of the small functions above the table.
 """
 
@@ -15,7 +15,7 @@ from manus_jax.agentgym.rewards import RewardKind, RewardRule, any_reward
 from manus_jax.registry import Registry
 
 ActionStyle = Literal["line", "plain_line", "sql_block", "tool_call", "search_tags", "fenced"]
-"""What a step sends, and who parses it.
+"""What a step sends, and whether client or server parses it.
 
 line        the text after "Action:", extracted by the client
 plain_line  the same, reduced to letters, digits, commas and spaces
@@ -54,7 +54,7 @@ def _observation_and_actions(answer: Any, look: Any) -> str:
 
 
 def _observation_and_words(answer: Any, look: Any) -> str:
-    # AgentGym's game has 40 words, which the agent must know; a thousand would fill its context.
+    # AgentGym's game has 40 words, which the agent needs; a longer list would fill the context.
     if len(look) > 200:
         return answer["observation"]
     return f"{answer['observation']}\nThe hidden word is one of: {', '.join(look)}"
@@ -64,8 +64,8 @@ def _never(answer: Any) -> bool:
     return False
 
 
-# How an exception of a tool's web client looks in an observation: its name, or the connection pool
-# it mentions. A spreadsheet API that is called too often answers 429; others answer with a page.
+# Matches an exception of a tool's web client in an observation: its name, or the connection pool
+# that it mentions. A rate-limited spreadsheet API returns 429; others return an HTML page.
 _SERVICE_LOST = re.compile(
     r"Observation: (?:(?:ERROR \| )?(?:(?:Connection|SSL|Proxy|ChunkedEncoding|Transport|Refresh)"
     r"Error\(|(?:Connect|Read)Timeout\(|\w+\(.*ConnectionPool\(|"
@@ -81,7 +81,7 @@ def _tool_lost_its_service(answer: Any) -> bool:
 
 
 # Errors of webarena's step that the agent can cause: an action that cannot be parsed, is empty, or
-# types a character that no keyboard has (a KeyError, shown in quotes).
+# types a character that is not on a keyboard (a KeyError, shown in quotes).
 _UNREADABLE = re.compile("Cannot parse action|Invalid |list index out of range|'")
 
 
@@ -95,7 +95,7 @@ def _browser_failed(answer: Any) -> bool:
 
 @dataclass(frozen=True)
 class EnvironmentRow:
-    """How to talk to the servers of one environment."""
+    """The protocol of the servers of one environment."""
 
     name: str
     id_field: Literal["id", "env_idx"]  # id: failures are 200 {"error"}; env_idx: they are 500
@@ -142,7 +142,7 @@ def _tool(
 
 
 # fmt: off
-# Name, id field, port, reset's item field, reward, action style; then what is specific to it.
+# Name, id field, port, reset's item field, reward, action style; then specific fields.
 # babyai: use `reward`; `score` grows with every invalid action after a slow success. A success
 # worth 0.5 or less leaves `done` false, and past the step limit the value falls below 0.
 # sqlgym: the ninth create returns an id that is in use; the pool rejects it and waits.

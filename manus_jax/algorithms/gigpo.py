@@ -1,9 +1,9 @@
 """GiGPO: group-in-group advantages for multi-turn episodes.
 
-The idea: episodes of one task often pass through the very same state. The steps taken from one
-such anchor state form a group of their own, and comparing their discounted returns tells which
-action was good there, without a critic. Clustering the anchors is string work on the host and
-yields integer ids; the maths below runs on those ids under jit.
+Episodes of one task often pass through identical states. The steps taken from such an anchor state
+form a group, and comparing their discounted returns estimates the value of each action there
+without a critic. Anchor states are clustered by string comparison on the host, which yields integer
+ids; the advantages are computed from those ids under jit.
 
 See "Group-in-Group Policy Optimization for LLM Agent Training", Feng et al.
 (https://arxiv.org/abs/2505.10978).
@@ -22,7 +22,7 @@ from manus_jax.algorithms import advantages
 
 
 class Steps(NamedTuple):
-    """The steps (agent turns) of B episodes, padded to K a row."""
+    """The steps (agent turns) of B episodes, padded to K per row."""
 
     rewards: chex.Array  # [B, K]
     mask: chex.Array  # [B, K], steps that were taken
@@ -32,7 +32,7 @@ class Steps(NamedTuple):
 
 def _similar(a: str, b: str, threshold: float) -> bool:
     matcher = SequenceMatcher(None, a, b)
-    # The first two are cheap upper bounds of the ratio.
+    # The first two conditions are cheap upper bounds of the ratio.
     return (
         matcher.real_quick_ratio() >= threshold
         and matcher.quick_ratio() >= threshold
@@ -49,17 +49,17 @@ def cluster_anchors(
     """Numbers the anchor observations of a batch of episodes (host side).
 
     Two steps get the same id if their episodes belong to one group and their observations are
-    identical or, with `similarity`, if difflib's ratio between the step's observation and the first
-    one of the cluster reaches it; the earliest such cluster wins.
+    identical. With `similarity`, difflib's ratio between the step's observation and the first
+    observation of the cluster must reach it; the earliest such cluster is used.
 
     Args:
       observations: for each of B episodes, what the agent saw before each of its steps.
       group_ids: [B].
       similarity: None for exact equality, else a threshold in (0, 1].
-      num_steps: K, the padded number of steps; None for the longest episode's.
+      num_steps: K, the padded number of steps; None for that of the longest episode.
 
     Returns:
-      int32 [B, K], ids in [0, B * K); padding holds 0 and is told apart by the steps' mask.
+      int32 [B, K], ids in [0, B * K); padding holds 0 and is identified by the steps' mask.
     """
     if similarity is not None and not 0.0 < similarity <= 1.0:
         raise ValueError(f"similarity must be in (0, 1], or None for exact match; got {similarity}")
@@ -90,7 +90,7 @@ def cluster_anchors(
 
 
 def step_returns(rewards: chex.Array, step_mask: chex.Array, gamma: float) -> jax.Array:
-    """Discounted return of each step, R_k = r_k + gamma R_{k+1}, inside its own episode.
+    """Discounted return of each step, R_k = r_k + gamma R_{k+1}, within its episode.
 
     Args:
       rewards: [B, K].
@@ -115,14 +115,14 @@ def step_advantages(
 
     Args:
       returns: discounted step returns, [B, K].
-      step_mask: steps that count, [B, K].
+      step_mask: steps to include, [B, K].
       anchor_ids: int, [B, K], in [0, B * K).
       normalize_by_std: False subtracts the cluster's mean (mean_norm), True divides by its std as
         well (mean_std_norm).
       eps: added to the std.
 
     Returns:
-      [B, K]; 0 for a step that is alone in its cluster, and at padding.
+      [B, K]; 0 for a step that is the only one of its cluster, and at padding.
     """
     chex.assert_rank([returns, step_mask, anchor_ids], 2)
     chex.assert_equal_shape([returns, step_mask, anchor_ids])
@@ -144,12 +144,12 @@ def gigpo(
 ) -> jax.Array:
     """A = A_episode + step_weight A_step for each step.
 
-    The episode part is GRPO's over whole episodes, each counted once however many steps it took.
+    A_episode is GRPO's advantage; each episode counts once, regardless of its number of steps.
 
     Args:
       scores: one per episode, [B].
       group_ids: int, [B], in [0, B).
-      valid: [B]; False rows count in neither part and get 0.
+      valid: [B]; False rows are excluded from both parts and get 0.
       steps: see `Steps`.
       gamma: discount per step of the step returns.
       step_weight: omega.
@@ -157,7 +157,7 @@ def gigpo(
       eps: added to the std.
 
     Returns:
-      [B, K], one advantage a step; 0 at padding.
+      [B, K], one advantage per step; 0 at padding.
     """
     chex.assert_equal_shape([steps.rewards, steps.mask, steps.anchor_ids])
     chex.assert_equal_shape_prefix([scores, steps.rewards], 1)
@@ -174,7 +174,7 @@ def gigpo(
 
 
 def to_tokens(adv_BK: chex.Array, turn_ids: chex.Array, mask: chex.Array) -> jax.Array:
-    """Hands each step's advantage to the agent tokens of its turn.
+    """Assigns each step's advantage to the agent tokens of its turn.
 
     Args:
       adv_BK: [B, K].

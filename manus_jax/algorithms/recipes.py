@@ -1,11 +1,11 @@
-"""Algorithms by name, each a composition of parts.
+"""Algorithms by name, each a composition of an advantage, a policy loss and corrections.
 
 A recipe names an advantage, a policy loss, an aggregation and corrections, with their settings. The
-rest of the program only calls `compute_advantages` and `policy_loss`, which do not distinguish
-between algorithms. To change a setting: `dataclasses.replace(RECIPES["grpo"], ...)`. To add an
-algorithm: `RECIPES.add(Recipe("mine", advantage=..., loss=...))`; new parts are functions decorated
-with `@ADVANTAGES.register("name")` or `@POLICY_LOSSES.register("name")` and, if they need more than
-the usual inputs, `@needs(...)`.
+rest of the program only calls `compute_advantages` and `policy_loss`, which have the same interface
+for every algorithm. `dataclasses.replace(RECIPES["grpo"], ...)` changes a setting, and
+`RECIPES.add(Recipe("mine", advantage=..., loss=...))` adds an algorithm. New parts are functions
+decorated with `@ADVANTAGES.register("name")` or `@POLICY_LOSSES.register("name")` and, if they need
+more than the usual inputs, `@needs(...)`.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,8 +30,9 @@ F = TypeVar("F", bound=Callable[..., object])
 def needs(*inputs: str) -> Callable[[F], F]:
     """Decorator: declares the inputs that an advantage or a policy loss needs.
 
-    An advantage may need groups (several episodes of one task), values, greedy_scores and steps; a
-    policy loss segment_ids and any per-token field of the batch, which it finds in `tokens.fields`.
+    An advantage may need groups (several episodes of one task), values, greedy_scores and steps. A
+    policy loss may need segment_ids and any per-token field of the batch, which is then in
+    `tokens.fields`.
     """
 
     def declare(function: F) -> F:
@@ -98,7 +99,7 @@ class Recipe:
 
     @property
     def needs_groups(self) -> bool:
-        """Whether it compares several episodes of one task."""
+        """Whether the advantage compares several episodes of one task."""
         return "groups" in _needs_of(ADVANTAGES[self.advantage])
 
     @property
@@ -107,7 +108,7 @@ class Recipe:
 
     @property
     def loss_fields(self) -> tuple[str, ...]:
-        """The arrays that its policy loss wants."""
+        """The names of the arrays that the policy loss needs."""
         sequence_level = any(correction.level != "token" for correction in self.corrections)
         wanted = {
             "old_log_probs": True,
@@ -122,12 +123,12 @@ class Recipe:
 
     @property
     def extra_fields(self) -> tuple[str, ...]:
-        """The per-token fields of the samples that its policy loss wants beyond the usual ones."""
+        """The per-token fields that the policy loss needs in addition to the standard ones."""
         return tuple(sorted(_needs_of(POLICY_LOSSES[self.loss]) - {"segment_ids"}))
 
 
 class Episodes(NamedTuple):
-    """A padded batch of B episodes of T tokens, as an advantage sees it."""
+    """A padded batch of B episodes of T tokens, the input of an advantage function."""
 
     token_rewards: jax.Array  # [B, T], 0 outside the mask
     mask: jax.Array  # bool [B, T], agent tokens of valid rows
@@ -214,11 +215,11 @@ def compute_advantages(
 
     Args:
       recipe: static under jit.
-      token_rewards: [B, T], any KL penalty already inside; only agent tokens count.
+      token_rewards: [B, T], including any KL penalty; only agent tokens count.
       mask: agent tokens, [B, T].
       group_ids: the task of each episode, int, [B], in [0, B).
-      valid: [B]; False rows (failed, padding), and rows without agent tokens, leave every number
-        untouched and get 0.
+      valid: [B]; False rows (failed, padding) and rows without agent tokens do not affect other
+        rows and get 0.
       values: the critic's, [B, T], if the recipe needs one.
       greedy_scores: score of a greedy episode of the same task, [B], if the recipe needs it.
       steps: if the recipe needs step groups.
@@ -237,7 +238,7 @@ def compute_advantages(
     chex.assert_equal_shape([token_rewards, mask])
     chex.assert_type([token_rewards, group_ids], [float, int])
 
-    # A row without agent tokens has no score: counted as 0 it would shift its group's baseline.
+    # A row without agent tokens has no score; a score of 0 would shift its group's baseline.
     valid = jnp.asarray(valid, bool) & jnp.asarray(mask, bool).any(-1)
     mask = jnp.asarray(mask, bool) & valid[:, None]
     token_rewards = jnp.where(mask, token_rewards, 0.0).astype(jnp.float32)
@@ -257,15 +258,15 @@ def compute_advantages(
 
 
 class Tokens(NamedTuple):
-    """Packed rows, [rows, length], as a policy loss sees them; floats are 0 outside the mask."""
+    """Packed rows, [rows, length], the input of a policy loss; floats are 0 outside the mask."""
 
     log_probs: jax.Array
     old_log_probs: jax.Array
     advantages: jax.Array
     mask: jax.Array  # bool
-    segment_ids: jax.Array | None  # int in [0, num_segments), each row numbered on its own
+    segment_ids: jax.Array | None  # int in [0, num_segments), numbered separately in each row
     num_segments: int
-    fields: Mapping[str, jax.Array]  # what else the loss said that it needs
+    fields: Mapping[str, jax.Array]  # the additional inputs that the loss declares with `needs`
 
 
 PolicyLossFn = Callable[[Recipe, Tokens], losses.LossAndStats]
@@ -305,13 +306,13 @@ def policy_loss(
     Policy loss times corrections, plus the KL loss, minus the entropy bonus, per token.
 
     Args:
-      recipe: what to compose.
+      recipe: the algorithm.
       num_segments: static bound on the segments in a row; None takes the row's length plus one.
 
     Returns:
-      `(log_probs, fields) -> (loss_t, stats)`, all arrays [rows, length]. `fields` holds those that
-      `recipe.loss_fields` names, the entropy being the policy's own, with its gradient. Outside the
-      mask everything is 0, gradients too, whatever the arrays hold there.
+      `(log_probs, fields) -> (loss_t, stats)`, all arrays [rows, length]. `fields` holds the
+      arrays that `recipe.loss_fields` names; the entropy is that of the current policy and is
+      differentiated. Outside the mask, losses, stats and gradients are 0 for any array values.
     """
 
     def loss_fn(log_probs: chex.Array, fields: Mapping[str, chex.Array]) -> losses.LossAndStats:
@@ -368,9 +369,9 @@ def _with_kl(placement: str, coef: float, estimator: str, recipe: Recipe) -> Rec
 for _recipe in (
     _with_kl("reward", 0.001, "k1", Recipe("ppo", "gae", whiten=True)),
     _with_kl("loss", 0.001, "k3", Recipe("grpo", "grpo")),
-    # Neither std nor length in the denominators: the two biases of GRPO that the paper removes.
+    # No division by std or length, the two biases of GRPO that the Dr. GRPO paper removes.
     Recipe("dr_grpo", "grpo", normalize_by_std=False, aggregation="seq-mean-token-sum-norm"),
-    # Clip-higher, every token the same weight, no KL, only groups that teach something.
+    # Clip-higher, equal weight for every token, no KL, only groups whose rewards differ.
     Recipe("dapo", "grpo", clip_high=0.28, dual_clip=None, dynamic_sampling=True),
     Recipe(
         "gspo",
@@ -382,10 +383,10 @@ for _recipe in (
         corrections=(CORRECTIONS["geometric_tis"],),
         aggregation="seq-mean-token-mean",
     ),
-    # The weight has no lower bound; the upper one, 5, is that of arxiv.org/abs/2510.13786.
+    # The ratio has no lower bound; the upper bound, 5, is from arxiv.org/abs/2510.13786.
     Recipe("cispo", "grpo", loss="cispo", clip_low=1.0, clip_high=4.0, dual_clip=None),
-    # While the ratio is 1 the clipped loss has REINFORCE's gradient; once it is not, the clip keeps
-    # the next four inside a trust region.
+    # The next four use the clipped loss: its gradient is REINFORCE's while the ratio is 1, and
+    # clipping keeps later updates within a trust region.
     _with_kl("reward", 0.001, "k1", Recipe("rloo", "rloo")),
     _with_kl("reward", 0.001, "k1", Recipe("remax", "remax")),
     _with_kl("reward", 0.001, "k1", Recipe("reinforce_pp", "rewards_to_go", whiten=True)),

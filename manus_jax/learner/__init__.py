@@ -1,1 +1,1 @@
-"""Mesh and sharding rules, packing, train state, and the one compiled update step."""
+"""Mesh and sharding rules, packing, train state and the compiled update step."""

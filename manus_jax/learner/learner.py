@@ -1,8 +1,8 @@
-"""The policy and the critic as things that learn: a state, its update, and its forward pass.
+"""A model in training, policy or critic: its state, its update and its forward pass.
 
-A `Learner` is what the training loop holds of a model. It knows rows and the mesh, but nothing of
-episodes or algorithms: a packed batch with per-token columns goes in; metrics or a new column come
-out. With several processes, all of them call the same methods with the same batch.
+A `Learner` works on packed rows and a mesh and is independent of episodes and algorithms: its input
+is a packed batch with per-token columns, its output metrics or a new column. With several
+processes, all of them call the same methods with the same batch.
 """
 
 import dataclasses
@@ -35,9 +35,9 @@ from manus_jax.learner.update import (
 class LearnerSpec:
     """Everything about a model in training except its weights.
 
-    `columns` are the per-token columns that the objective reads. Buffers of updates and of forward
-    passes start with room for this many micro-batches. A batch that needs more makes them grow,
-    which compiles the program again.
+    `columns` are the per-token columns that the objective reads. The buffers of updates and forward
+    passes initially hold `update_micro_batches` and `forward_micro_batches`. A larger batch
+    enlarges them, which recompiles the program.
     """
 
     shapes: Params
@@ -74,7 +74,7 @@ class Learner:
         )
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step on the batch; means over its trained tokens."""
+        """Takes one optimizer step on the batch; returns metric means over its trained tokens."""
         return self.start_update(batch)()
 
     def start_update(self, batch: DataProto) -> Callable[[], dict[str, float]]:
@@ -90,7 +90,7 @@ class Learner:
     ) -> DataProto:
         """Log-probs or values of the trained tokens as `column`, float32, 0 outside the loss mask.
 
-        A `reference` policy may take the place of the learner's own parameters.
+        If `reference` is given, its parameters are used instead of the learner's own.
         """
         params = self.state.params if reference is None else reference.params()
         rows = self._rows(batch, "forward")
@@ -106,7 +106,7 @@ class Learner:
         return {name: float(x) for name, x in jax.device_get(sums).items()}
 
     def _with_loss_weights(self, batch: DataProto) -> DataProto:
-        """With the denominators of the whole batch as per-token weights."""
+        """Adds per-token `loss_weights`, which include the denominators of the whole batch."""
         mask = np.asarray(batch.batch["loss_mask"])
         weights = token_weights(mask, self.spec.aggregation, self.spec.norm_constant)
         return batch.union(DataProto.from_dict({"loss_weights": weights}))
@@ -120,9 +120,9 @@ class Learner:
 
 
 class Reference:
-    """A frozen policy. Kept on the host, it uses device memory only while it computes.
+    """A frozen policy. With `on_host` it uses device memory only during a forward pass.
 
-    There each process keeps the slices of its own devices.
+    Each process then keeps the shards of its own devices in host memory.
     """
 
     def __init__(self, params: Params, on_host: bool):
@@ -135,7 +135,7 @@ class Reference:
 
 
 class _HostArray:
-    """This process's slices of an array in host memory; equal slices are kept once."""
+    """This process's shards of an array in host memory; replicated shards are stored once."""
 
     def __init__(self, array: jax.Array):
         self._shape, self._sharding = array.shape, array.sharding

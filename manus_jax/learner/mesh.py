@@ -1,10 +1,11 @@
-"""One mesh ("data", "fsdp", "sequence", "tensor") and the ordered rules that place arrays on it.
+"""The mesh ("data", "fsdp", "sequence", "tensor") and the ordered rules that place arrays on it.
 
-Rows of a batch are split over "data" and "fsdp", their tokens over "sequence"; parameters over
-"fsdp" and "sequence" together (gathered layer by layer when used) and over "tensor" (heads, MLP
-columns, vocabulary). Slices that only a data-centre network joins are the outer part of "data":
-gradients cross it once a micro-batch. A parameter that no rule matches is an error, and so is a
-size that does not divide: all are found before anything is allocated, with the arithmetic.
+Rows of a batch are split over "data" and "fsdp", and their tokens over "sequence". Parameters are
+split over "fsdp" and "sequence" together (and gathered layer by layer when used) and over "tensor"
+(heads, MLP columns, vocabulary). Slices connected only by a data-centre network form the outer part
+of "data", so that gradients cross that network once per micro-batch. A parameter that no rule
+matches is an error, and so is a size that is not divisible. Both are detected before anything is
+allocated, and the message shows the arithmetic.
 """
 
 import math
@@ -22,7 +23,7 @@ from manus_jax.errors import UserError
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import BATCH_AXES, KERNEL_BLOCK, Implementation
 
-# From the axis that communicates least to the one that does most, whose devices lie closest.
+# Ordered by communication, least first; the devices of the last axis are closest to each other.
 AXES = ("data", "fsdp", "sequence", "tensor")
 
 # First match wins. Stacked layer parameters have a leading layer axis, which is never split.
@@ -36,7 +37,7 @@ PARAM_RULES: tuple[tuple[str, P], ...] = (
 
 
 class MeshError(UserError, ValueError):
-    """A mesh, model or batch that does not fit, with the arithmetic."""
+    """A mesh, model or batch whose sizes do not fit; the message shows the arithmetic."""
 
 
 def make_mesh(
@@ -47,11 +48,11 @@ def make_mesh(
     slices: int | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh of the given sizes over all devices; one size may be -1 and takes what is left.
+    """A mesh of the given sizes over all devices; one size may be -1 to use the remaining ones.
 
-    `slices` of them are joined by a data-centre network only and lie one after the other along
-    "data". None: as many as TPU devices tell, else one. Elsewhere a slice is what the devices'
-    `slice_index` tells apart (GPU machines), or a process.
+    `slices` is the number of device groups that are connected only by a data-centre network; they
+    follow one another along "data". None: the number that TPU devices report, or one on other
+    platforms, where a slice is a machine (devices with the same `slice_index`) or a process.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = _fill({"data": data, "fsdp": fsdp, "tensor": tensor, "sequence": sequence}, devices)
@@ -76,7 +77,7 @@ def make_mesh(
 
 
 def _fill(sizes: dict[str, int], devices: Sequence[Any]) -> dict[str, int]:
-    """The sizes with -1 replaced by what is left of the devices."""
+    """The sizes with -1 replaced by the number of remaining devices."""
     text = ", ".join(f"{k}={v}" for k, v in sizes.items())
     if any(v != -1 and v < 1 for v in sizes.values()):
         raise MeshError(f"mesh sizes must be positive, or -1 for the rest: {text}")
@@ -124,9 +125,10 @@ def _count_slices(wanted: int | None, devices: Sequence[Any]) -> tuple[int, bool
 
 
 def check_model(arch: Architecture, mesh: Mesh, implementation: Implementation = "plain") -> None:
-    """Raises unless the model's sizes divide over the mesh as its parameters and attention need.
+    """Raises unless the model's parameters and attention heads divide evenly over the mesh.
 
-    Fewer key-value heads than devices along "tensor" are repeated, if the one divides the other.
+    If there are fewer key-value heads than devices along "tensor", heads are repeated; their number
+    must then divide the number of devices.
     """
     by_heads = ("tensor", "sequence") if implementation == "triton" else ("tensor",)
     kv_heads, parts = arch.num_kv_heads, _size(by_heads, mesh)
@@ -161,7 +163,7 @@ def _size(axes: Sequence[str], mesh: Mesh) -> int:
 
 
 def _product(axes: Sequence[str], mesh: Mesh, block: int = 1) -> str:
-    """`fsdp=4`, or `fsdp=4 x sequence=2 = 8`; axes of size one are left out where others are."""
+    """`fsdp=4`, or `fsdp=4 x sequence=2 = 8`; axes of size one are omitted if there are others."""
     axes = [a for a in axes if mesh.shape[a] > 1] or axes[:1]
     factors = [str(block)] * (block > 1) + [f"{a}={mesh.shape[a]}" for a in axes]
     total = f" = {block * _size(axes, mesh)}" if len(factors) > 1 else ""
@@ -178,12 +180,12 @@ def _require_divides(
 
 
 def batch_shards(mesh: Mesh) -> int:
-    """Into how many parts the rows of a micro-batch are split."""
+    """The number of shards into which the rows of a micro-batch are split."""
     return _size(BATCH_AXES, mesh)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Where arrays [micro_batches, rows, length] of a packed batch live."""
+    """The sharding of the arrays [micro_batches, rows, length] of a packed batch."""
     return NamedSharding(mesh, P(None, BATCH_AXES, "sequence"))
 
 
@@ -197,7 +199,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def param_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """The placement of one parameter by the first rule that matches its name."""
+    """The partition spec of one parameter, from the first rule that matches its name."""
     for pattern, spec in PARAM_RULES:
         if re.search(pattern, name):
             _check_divides(name, shape, spec, mesh)
@@ -222,7 +224,7 @@ def param_shardings(params: Any, mesh: Mesh) -> Any:
 
 
 def optimizer_shardings(opt_state: Any, params: Any, mesh: Mesh) -> Any:
-    """Moments lie where their parameters lie (same path and shape); all else is replicated."""
+    """Moments are sharded like their parameters (same path and shape); all else is replicated."""
     specs = {
         path_name(path): (x.shape, param_spec(path_name(path), x.shape, mesh))
         for path, x in jax.tree_util.tree_leaves_with_path(params)

@@ -1,9 +1,9 @@
-"""What an update minimises: supervised loss, policy loss, value loss.
+"""The objectives that an update minimises: supervised loss, policy loss, value loss.
 
-Each objective runs the model on a micro-batch of packed rows and returns the sum of per-token
-losses times the batch's `loss_weights` (the global denominators are in them), with sums of
-per-token metrics over the trained tokens. It knows nothing of algorithms: a policy loss arrives as
-a function of log-probs and fields.
+Each objective runs the model on a micro-batch of packed rows. It returns the sum of the per-token
+losses times the batch's `loss_weights`, which include the global denominators, and sums of
+per-token metrics over the trained tokens. Objectives are independent of the algorithm: a policy
+loss is passed in as a function of log-probs and fields.
 """
 
 from collections.abc import Callable, Mapping
@@ -70,7 +70,7 @@ def policy(
     temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> Objective:
-    """A policy loss on log-probs; the batch holds the fields that the loss wants."""
+    """A policy loss on log-probs; the batch holds the fields that the loss needs."""
 
     def objective(params: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         log_probs, entropy = log_probs_of(graphdef, params, batch, temperature, with_entropy)
@@ -100,7 +100,7 @@ def critic(graphdef: nnx.GraphDef[Critic], cliprange: float) -> Objective:
 
 
 def token_means(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metric sums of an update as means over its trained tokens, on the host."""
+    """Converts the metric sums of an update to means over its trained tokens, on the host."""
     host = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
     tokens = host.pop(TOKENS)
     whole = {k: host.pop(k) for k in ("loss", "grad_norm", "update_skipped") if k in host}

@@ -1,6 +1,6 @@
-"""AdamW with a warm-up and a schedule, composed from optax.
+"""AdamW with warm-up and a learning-rate schedule, composed from optax.
 
-Moments are float32 whatever the compute type. Norms and biases are not decayed.
+Moments are float32 for every compute dtype. Weight decay does not apply to norms and biases.
 """
 
 from typing import Any, Literal
@@ -20,7 +20,7 @@ def learning_rate(
     total_steps: int,
     min_lr_ratio: float,
 ) -> optax.Schedule:
-    """Linear warm-up to `peak`, then constant, or down to `peak * min_lr_ratio` at the end."""
+    """Linear warm-up to `peak`, then constant, or decay to `peak * min_lr_ratio` at the end."""
     rest = max(1, total_steps - warmup_steps)
     after = {
         "constant": lambda: optax.constant_schedule(peak),
@@ -29,13 +29,13 @@ def learning_rate(
     }[schedule]()
     if warmup_steps == 0:
         return after
-    # The first update already moves: step 0 takes peak / warmup_steps.
+    # The learning rate of step 0 is peak / warmup_steps, not 0.
     warmup = optax.linear_schedule(peak / warmup_steps, peak, max(1, warmup_steps - 1))
     return optax.join_schedules([warmup, after], [warmup_steps])
 
 
 def decayed(params: Any) -> Any:
-    """True for matrices, False for norms and biases: what weight decay applies to."""
+    """The weight-decay mask: True for matrices, False for norms and biases."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: not path_name(path).endswith(("norm", "bias")), params
     )
@@ -49,7 +49,7 @@ def adamw(
     eps: float,
     grad_clip: float,
 ) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW."""
+    """Gradient clipping by global norm, followed by AdamW."""
     return optax.chain(
         optax.clip_by_global_norm(grad_clip),
         optax.adamw(lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decayed),

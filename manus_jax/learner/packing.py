@@ -1,9 +1,9 @@
 """Segments of different lengths packed into rows of one fixed length.
 
-First-fit-decreasing packing puts several segments into a row; segment ids tell them apart. A batch
-is packed once per step: `add_packing` stores where each segment lies as columns of the batch, and
-every forward pass and update of the step reads its rows with `PackedRows`. Segments that may end up
-in different mini-batches never share a row, so a mini-batch is a set of whole rows.
+First-fit-decreasing packing puts several segments into a row; segment ids distinguish them. A batch
+is packed once per step: `add_packing` stores the position of each segment as columns of the batch,
+and every forward pass and update of the step reads its rows with `PackedRows`. Segments that may
+belong to different mini-batches never share a row, so a mini-batch is a set of whole rows.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ PACKED_ROW, PACKED_START, PACKED_SEGMENT = "packed_row", "packed_start", "packed
 
 
 class PackingError(UserError, ValueError):
-    """A sequence that does not fit into a row, with the sizes."""
+    """A sequence is longer than a row; the message gives both sizes."""
 
 
 def add_packing(batch: DataProto, length: int, by: str | None = None) -> DataProto:
-    """The batch with the place of each segment in rows of `length` tokens.
+    """Adds the position of each segment in packed rows of `length` tokens.
 
-    Adds int32 columns [rows]: packed_row, packed_start, packed_segment (1, 2, … within a packed
-    row). Only segments with the same value of the host column `by` share a row; None: any.
+    The new columns are int32 [rows]: packed_row, packed_start, packed_segment (1, 2, … within a
+    packed row). Only segments with the same value of the host column `by` share a row; None: any.
     Deterministic for the same segments in the same order.
     """
     mask = np.asarray(batch.batch["attention_mask"])
@@ -93,13 +93,13 @@ class PackedRows:
         }
 
     def unpack(self, packed: np.ndarray) -> np.ndarray:
-        """Numbers [capacity, rows, length] as a column [rows of the batch, width], 0 elsewhere."""
+        """Values [capacity, rows, length] as a column [rows of the batch, width], 0 elsewhere."""
         column = np.zeros(self._mask.shape, packed.dtype)
         column[self._mask] = packed.reshape(-1)[self._where]
         return column
 
     def metrics(self) -> dict[str, float]:
-        """How full the computed rows are."""
+        """The fill rate of the computed rows."""
         rows = self.used * self._shape.rows
         return {
             "packing/tokens": float(len(self._where)),

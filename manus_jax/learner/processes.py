@@ -22,10 +22,10 @@ def barrier(timeout_s: float) -> None:
 
 
 def compile_on_all(step: Callable[..., R]) -> Callable[..., R]:
-    """A jitted `step` that no process runs before all have compiled it.
+    """Wraps a jitted `step` so that no process runs it before all have compiled it.
 
-    Compilation times differ between hosts, and some collectives give up on a process that is half
-    a minute late. With a single process this is `step` itself.
+    Compilation times differ between hosts, and some collectives time out when a process is half a
+    minute late. With a single process this is `step` itself.
     """
     if jax.process_count() == 1:
         return step

@@ -1,9 +1,9 @@
 """The compiled update: a loop over packed micro-batches, one optimizer step, donated state.
 
-An objective returns a micro-batch's share of the loss, already divided by the whole batch's
-denominators (they are per-token weights in the batch), so the gradient is the plain sum over
-micro-batches and does not depend on how the batch was split. Gradients accumulate in float32. A
-gradient that is not finite changes nothing except the count of skipped updates.
+An objective returns a micro-batch's share of the loss, already divided by the denominators of the
+whole batch (stored in the batch as per-token weights). The gradient is therefore the sum over
+micro-batches and does not depend on how the batch is split. Gradients accumulate in float32. An
+update with a non-finite gradient is skipped: it only increments the count of skipped updates.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ Objective = Callable[[Params, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 
 
 class TrainState(NamedTuple):
-    """What the update changes. `skipped` counts the updates whose gradient was not finite."""
+    """The state that an update changes. `skipped` counts updates with a non-finite gradient."""
 
     params: Params
     opt_state: Any
@@ -42,7 +42,7 @@ class TrainState(NamedTuple):
 def state_shardings(
     params: Params, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainState:
-    """Where each part of the state lives, from parameter shapes alone."""
+    """The sharding of each part of the state, from parameter shapes alone."""
     opt_state = jax.eval_shape(optimizer.init, params)
     return TrainState(
         params=param_shardings(params, mesh),
@@ -62,9 +62,9 @@ def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Me
 
 
 def put_batch(arrays: dict[str, np.ndarray], used: int, mesh: Mesh) -> tuple[Batch, jax.Array]:
-    """Packed arrays [micro_batches, rows, length] on the mesh, and how many micro-batches count.
+    """Packed arrays [micro_batches, rows, length] on the mesh, and the number of used ones.
 
-    With several processes all of them pass the same arrays, and each takes its own part.
+    With several processes, all pass the same arrays, and each transfers its own shards.
     """
     _, rows, length = arrays["input_ids"].shape
     check_batch(rows, length, mesh)
@@ -142,7 +142,7 @@ def make_update(
 def make_evaluate(
     objective: Objective, mesh: Mesh, params: Params
 ) -> Callable[[Params, Batch, Any], dict[str, jax.Array]]:
-    """Compiles `evaluate(params, batch, used) -> metric sums` of an objective, with no gradient."""
+    """Compiles `evaluate(params, batch, used) -> metric sums` of an objective, no gradients."""
 
     def evaluate(params: Params, batch: Batch, used: jax.Array) -> dict[str, jax.Array]:
         def body(index: jax.Array, sums: Any) -> Any:
@@ -165,8 +165,8 @@ def make_forward(
 ) -> Callable[[Params, Batch, Any], jax.Array]:
     """Compiles `forward(params, batch, used) -> float32 [micro_batches, rows, length]`.
 
-    `function` maps a micro-batch to float32 [rows, length]: log-probs or values. With
-    several processes each of them gets the whole result.
+    `function` maps a micro-batch to float32 [rows, length]: log-probs or values. With several
+    processes, each gets the full result.
     """
     split = jax.process_count() == 1
 

@@ -1,1 +1,1 @@
-"""The multi-turn episode loop, prompts, action parsers, and the engines that generate."""
+"""The multi-turn episode loop: prompts, action formats, players, trajectories and batches."""

@@ -1,9 +1,9 @@
-"""Action formats: how the model is asked to answer, and how its answer is read.
+"""Action formats: the instruction that asks the model for an action, and the parser that reads it.
 
-The one idea: a format is one object that holds the instruction, a renderer of example turns and the
-parser, so that what is asked for and what is understood cannot drift apart. A new format is one
-`FORMATS.add(ActionFormat(...))`. Parsing is linear in the text and evaluates nothing; a text
-without exactly one action is answered with a sentence to the model, never with an empty action.
+A format is one object that holds the instruction, a renderer for example turns and the parser, so
+that the three always agree. `FORMATS.add(ActionFormat(...))` adds a format. Parsing takes time
+linear in the length of the text and evaluates no code. A text without exactly one action yields an
+error message for the model, never an empty action.
 """
 
 import ast
@@ -20,7 +20,7 @@ from manus_jax.registry import Registry
 
 MAX_CODE = 4000
 MAX_NESTING = 20
-"""Bounds on code and JSON: parsers recurse on the C stack, and threads have small ones."""
+"""Limits on code and JSON: parsers recurse on the C stack, which is small in threads."""
 
 _INSTRUCTIONS: dict[str, str] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
@@ -31,7 +31,7 @@ _ALL_STYLES: frozenset[ActionStyle] = frozenset(get_args(ActionStyle))
 
 @dataclasses.dataclass(frozen=True)
 class ParsedAction:
-    """What to send to the environment, or None and the sentence that tells the model why not."""
+    """The action for the environment, or None with an error message for the model."""
 
     action: str | None
     error: str = ""
@@ -42,16 +42,16 @@ class ParsedAction:
 
 
 class NoAction(Exception):
-    """A text holds no action, or more than one; the message is for the model."""
+    """The text has no action or more than one; the message is shown to the model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ActionFormat:
-    """A form of answer.
+    """An action format.
 
-    `marker` is what any description of the form shows; `render(thought, action)` writes a turn in
-    it and `find(turn)` reads the action of one, or raises NoAction. `styles` are the kinds of
-    actions (see EnvironmentRow.action) that it can carry.
+    `marker` is a substring of every description of the format, `render(thought, action)` writes a
+    turn, and `find(turn)` returns the action of a turn or raises NoAction. `styles` are the action
+    styles (see EnvironmentRow.action) that the format supports.
     """
 
     name: str
@@ -62,7 +62,7 @@ class ActionFormat:
     styles: frozenset[ActionStyle] = _PARSED_STYLES
 
     def parse(self, text: str, style: ActionStyle) -> ParsedAction:
-        """The action in a turn of the model's, as an environment of this style wants it."""
+        """Parses the action in a model turn, for an environment of this action style."""
         try:
             action = _shaped(self.find(text), style)
         except NoAction as problem:
@@ -85,15 +85,15 @@ _OWN_FORM: dict[ActionStyle, str] = {
 
 
 def format_for(row: EnvironmentRow, name: str = "auto") -> ActionFormat:
-    """The format of that name, or the environment's own for "auto".
+    """The format with this name; "auto" selects the environment's own format.
 
-    ValueError for an unknown name, and for a format that the environment's server cannot read.
+    Raises ValueError if the name is unknown or the environment's server cannot read the format.
     """
     if name == "auto":
         name = _OWN_FORM[row.action]
     chosen = FORMATS[name]
     if name == "raw" and row.sends_text:
-        # The server still reads the form it knows; what goes is the check before sending.
+        # The server parses its own format; "raw" only omits the check before sending.
         return dataclasses.replace(FORMATS[_OWN_FORM[row.action]], name="raw", find=chosen.find)
     if row.action not in chosen.styles:
         fitting = [other.name for other in FORMATS.values() if row.action in other.styles]
@@ -105,7 +105,7 @@ def format_for(row: EnvironmentRow, name: str = "auto") -> ActionFormat:
 
 
 def _shaped(action: str, style: ActionStyle) -> str:
-    # An escape in JSON or code can make half a character, which no tokenizer can take back.
+    # An escape in JSON or code can produce a lone surrogate, which tokenizers reject.
     action = action.encode("utf-8", "replace").decode("utf-8")
     if style == "plain_line":
         action = re.sub(r"[^A-Za-z0-9, ]", "", " ".join(action.split()))
@@ -115,7 +115,7 @@ def _shaped(action: str, style: ActionStyle) -> str:
 
 
 def _unfenced(text: str) -> str:
-    """The content of a fenced block, where the text is one; else the text. Stripped."""
+    """The stripped text, without its fence if it is a fenced block."""
     text = text.strip()
     if text.startswith("```"):
         first, _, rest = text.partition("\n")
@@ -180,7 +180,7 @@ def _tag_format(tag: str) -> ActionFormat:
     opening, closing = f"<{tag}>", f"</{tag}>"
 
     def find(text: str) -> str:
-        # A thought may well speak of the tag; what counts comes after it.
+        # The thought may mention the tag, so only the text after it is searched.
         said = text.rpartition("</think>")[2]
         opened, closed = said.count(opening), said.count(closing)
         if not opened or not closed:

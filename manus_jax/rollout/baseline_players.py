@@ -1,7 +1,7 @@
-"""Players without a model, as baselines: the environments' oracles and a random policy.
+"""Baseline players without a model: the environments' oracles and a random policy.
 
-Both play through the same loop, prompts and parsers as a model, with text instead of tokens. The
-oracle's score is the target, the random policy's the level to beat.
+Both use the same episode loop, prompts and parsers as a model, with text instead of tokens. The
+oracle's score is an upper reference for training and the random policy's a lower one.
 """
 
 import random
@@ -54,7 +54,7 @@ class OraclePolicy:
     """Plays the moves of the environment's oracle, for environments in `envs`."""
 
     def __init__(self) -> None:
-        # Environments cache what all items share; without a lock, threads would each compute it.
+        # Environments cache data shared by all items; the lock makes one thread compute it.
         self._lock = threading.Lock()
 
     def check(self, env: str, settings: RolloutSettings) -> None:
@@ -80,13 +80,13 @@ class OraclePolicy:
 
 
 class RandomPolicy:
-    """Plays random valid-looking actions; an episode is played the same way every time."""
+    """Plays random plausible actions; the same episode always gets the same actions."""
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
 
     def check(self, env: str, settings: RolloutSettings) -> None:
-        """Every environment can be played at random."""
+        """Accepts every environment."""
 
     def player(self, context: EpisodeContext) -> TextPlayer:
         task, action_format = context.spec.task, context.action_format
@@ -96,7 +96,7 @@ class RandomPolicy:
 
         def reply(observations: Sequence[str]) -> str:
             actions = plausible(observations)
-            # Only random() gives the same numbers in every Python version.
+            # Of the generator's methods, only random() is stable across Python versions.
             action = actions[int(rng.random() * len(actions))]
             return action_format.render("I try something.", action)
 
@@ -104,13 +104,13 @@ class RandomPolicy:
 
 
 def _plausible_actions(env: str) -> PlausibleActions:
-    """The environment's own choice, else the listed actions, else those its prompt shows."""
+    """The environment's own function, else the listed actions, else those in its prompt."""
     if env in EMBEDDED and (chosen := load(env).plausible_actions) is not None:
         return chosen
     shown = _actions_in_prompt(env)
 
     def listed_or_shown(observations: Sequence[str]) -> Sequence[str]:
-        # As `agentgym.table` appends them to an observation of alfworld.
+        # The format in which `agentgym.table` appends them to an alfworld observation.
         _, _, listed = observations[-1].partition("AVAILABLE ACTIONS: ")
         actions = [action.strip() for action in listed.partition("\n")[0].split(",")]
         return [action for action in actions if action] or shown
@@ -119,7 +119,7 @@ def _plausible_actions(env: str) -> PlausibleActions:
 
 
 def _actions_in_prompt(env: str) -> list[str]:
-    """The actions of the environment's prompt that have no placeholders."""
+    """The actions without placeholders in the environment's prompt."""
     prompt, style = PROMPTS[env], environment(env).action
     shown = [example.action for example in prompt.examples]
     listed = [part.strip() for line in prompt.actions for part in line.partition(":")[0].split(",")]

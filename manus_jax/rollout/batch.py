@@ -1,9 +1,9 @@
-"""Trajectories as a `DataProto`, the batch from which a step computes its update.
+"""Converts trajectories to a `DataProto`, the training batch of a step.
 
-One row per segment, padded on the right. Rewards are allocated over the agent tokens of the whole
-episode and then written to the segments they lie in, so an episode's token rewards add up to its
-reward however often its memory forked. Masks and lengths come from what was sampled, never from
-the value of a token id.
+Each segment is one row, padded on the right. Rewards are allocated over the agent tokens of the
+whole episode and then written to the tokens' segments, so the token rewards of an episode sum to
+its reward for any number of segments. Masks and lengths come from the sampled spans, never from
+token id values.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from manus_jax.rollout.trajectory import Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class RewardAllocation:
-    """How an episode's reward is spread over its tokens; `name` is one of ALLOCATIONS."""
+    """How an episode's reward is allocated to its tokens; `name` is one of ALLOCATIONS."""
 
     name: str = "last_token"
     gamma: float = 1.0  # discount per agent token; only "discounted" reads it
@@ -46,22 +46,22 @@ _LATER = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns", "
 _SHAPE = ("input_ids", "attention_mask", "loss_mask", "episode_ids", "greedy_rewards")
 
 TOKEN_COLUMNS: Registry[TokenColumn] = Registry("token column", (*_COLUMNS, *_LATER, *_SHAPE))
-"""User-defined columns of every batch, for a policy loss that needs them."""
+"""User-defined per-token columns, added to every batch for policy losses that need them."""
 
 
 class BatchError(UserError, ValueError):
-    """Episodes or columns that do not make a batch."""
+    """Episodes or columns that cannot be combined into a batch."""
 
 
 def token_columns() -> tuple[str, ...]:
-    """The names of the per-token columns that a batch starts with."""
+    """The names of the per-token columns that `to_batch` creates."""
     return (*_COLUMNS, *TOKEN_COLUMNS)
 
 
 def to_batch(
     trajectories: Sequence[Trajectory], allocation: RewardAllocation, pad_id: int = 0
 ) -> DataProto:
-    """One row per segment, episode by episode.
+    """A batch with one row per segment, in the order of the episodes.
 
     Arrays [rows, length]: input_ids, attention_mask, loss_mask, turn_ids and versions (-1 outside
     the loss mask), token_level_rewards, sampler_log_probs, and those of TOKEN_COLUMNS; [rows]:
@@ -126,7 +126,7 @@ def _user_column(name: str, trajectory: Trajectory, segment: int) -> np.ndarray:
 
 
 def _token_rewards(batch: DataProto, allocation: RewardAllocation) -> DataProto:
-    """The column token_level_rewards, which adds up to each episode's reward."""
+    """Adds the column token_level_rewards; each episode's token rewards sum to its reward."""
     if not len(batch):
         return DataProto.from_dict({"token_level_rewards": np.zeros((0, 0), np.float32)})
     tokens = EpisodeTokens(batch)

@@ -1,4 +1,4 @@
-"""Environment servers and engines from settings, shared by training and evaluation."""
+"""Builds environment servers and engines from settings, for training and evaluation."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ from manus_jax.vllm.pool import VllmPool
 
 
 def check_play(env: EnvSettings, rollout: RolloutSettings) -> None:
-    """Raises for an environment that is unknown or has no server, or an unsuitable format."""
+    """Raises for an unknown environment, one without a server, or an unsupported format."""
     for name in env.names:
         try:
             row = environment(name)
@@ -49,7 +49,7 @@ def check_play(env: EnvSettings, rollout: RolloutSettings) -> None:
 
 @contextlib.contextmanager
 def open_servers(env: EnvSettings, settings: EnvPoolSettings) -> Iterator[EnvironmentPool]:
-    """The environments' servers, given or started here, for the duration of the block."""
+    """Opens the environment servers, configured or started here, for the duration of the block."""
     servers = {name: env.urls.get(name, "embedded") for name in env.names}
     with contextlib.ExitStack() as stack:
         try:
@@ -65,7 +65,7 @@ EngineFactory = Callable[[PolicySource, Params, EngineSettings, Any, int], Engin
 
 @dataclasses.dataclass(frozen=True)
 class EngineKind:
-    """A registered engine: its class, which has the capabilities, and how it is opened.
+    """A registered engine: its class, which declares capabilities, and its factory.
 
     `reads` are the settings that it reads; `settings` is its own gin group, if it has one.
     """
@@ -82,7 +82,7 @@ ENGINES: Registry[EngineKind] = Registry("engine")
 def engine_kind(
     engine: type[Engine], reads: Sequence[str] = ("engine",), settings: type | None = None
 ) -> Callable[[EngineFactory], EngineKind]:
-    """Decorator: makes `open(source, params, settings, own_settings, max_length)` an engine.
+    """Decorator: turns `open(source, params, settings, own_settings, max_length)` into an engine.
 
     Args:
       engine: the class of the engine.
@@ -98,12 +98,12 @@ def engine_kind(
 
 
 def unread_by_engine(name: str) -> frozenset[str]:
-    """The settings of engines that the engine of this name does not read."""
+    """The engine settings that the named engine does not read."""
     return setting_names("engine", *engine_groups()) - ENGINES[name].reads
 
 
 def read_with_engine(read: frozenset[str], name: str) -> frozenset[str]:
-    """What a command that reads the settings `read` reads with this engine."""
+    """The settings that a command reads: its own, `read`, and those of the named engine."""
     return (read - unread_by_engine(name)) | ENGINES[name].reads
 
 
@@ -111,7 +111,7 @@ C = TypeVar("C", TrainConfig, EvaluateConfig)
 
 
 def with_engine_settings(config: C) -> C:
-    """The settings with the chosen engine's own group; a binding it does not read is an error."""
+    """Adds the selected engine's own group; a binding that it does not read is an error."""
     name = config.engine.name
     readers = {f"the engine {other!r}": kind.reads for other, kind in ENGINES.items()}
     refuse_unread(f"the engine {name!r}", unread_by_engine(name).__contains__, readers)
@@ -165,7 +165,7 @@ def open_engine(
     own_settings: Any,
     max_length: int,
 ) -> Iterator[Engine]:
-    """The configured engine with the given weights, closed at the end of the block."""
+    """Opens the configured engine with the given weights; closes it at the end of the block."""
     engine = ENGINES[settings.name].open(source, params, settings, own_settings, max_length)
     try:
         yield engine

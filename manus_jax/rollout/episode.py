@@ -1,9 +1,9 @@
-"""One episode: lease an environment, play it turn by turn, return what happened.
+"""Plays one episode: leases an environment, plays it turn by turn, returns the outcome.
 
-An episode ends in a `Trajectory`, which may be trained on, or a `FailedEpisode`, which may not.
-Mistakes of the agent (no action, a wrong one, too many tokens) are part of a trajectory. Failures
-of infrastructure are retried from the start on a fresh environment and finally become a
-`FailedEpisode`, never a reward of zero.
+The outcome is a `Trajectory`, which can be used for training, or a `FailedEpisode`, which cannot.
+Agent errors (no action, an invalid one, too many tokens) are part of a trajectory. After an
+infrastructure failure the episode is restarted on a fresh environment; if all attempts fail, it
+becomes a `FailedEpisode`, never a reward of zero.
 """
 
 import logging
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class PromptTooLong(Exception):
-    """The opening leaves no room for a turn."""
+    """The opening messages leave no room for a turn."""
 
 
 def play_episode(
@@ -44,7 +44,7 @@ def play_episode(
     settings: RolloutSettings,
     cancellation: Cancellation | None = None,
 ) -> Outcome:
-    """Plays an episode; after infrastructure failures, up to `pool.settings.attempts` times."""
+    """Plays an episode, with up to `pool.settings.attempts` attempts on infrastructure failures."""
     cancellation = cancellation or Cancellation()
     attempt = 1
     while True:

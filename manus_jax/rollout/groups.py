@@ -1,4 +1,4 @@
-"""Which of the episodes that were played can be learned from: filters on groups."""
+"""Group filters that select the episodes with a learning signal."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from manus_jax.rollout.trajectory import Trajectory
 
 
 def drop_singleton_groups(episodes: Sequence[Trajectory]) -> list[Trajectory]:
-    """Without episodes whose group members all failed: there is nothing to compare them with."""
+    """Drops episodes that are the only one of their group: the other members failed."""
     sizes = Counter(e.group_id for e in episodes)
     return [e for e in episodes if sizes[e.group_id] > 1]
 
 
 def drop_uniform_groups(episodes: Sequence[Trajectory]) -> list[Trajectory]:
-    """The episodes of groups whose environment rewards differ; shaping is not considered."""
+    """Drops groups whose environment rewards are all equal; reward shaping is not considered."""
     if not episodes:
         return []
     outcomes = np.array([float(e.env_reward) for e in episodes], np.float32)

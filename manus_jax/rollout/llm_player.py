@@ -1,9 +1,9 @@
 """The agent that plays with a language model: exact tokens in, exact tokens out.
 
-The token stream of an episode only grows. The opening is tokenized once; then the sampled tokens
-are appended unchanged, followed by what the chat template puts before the next turn. Sampled tokens
-are decoded for the parser but never encoded again. With bounded memory the stream forks instead: a
-new opening, followed by the tokens of the kept turns.
+The token stream of an episode is append-only. The opening is tokenized once; sampled tokens are
+appended unchanged, followed by the tokens that the chat template inserts before the next turn.
+Sampled tokens are decoded for the parser but never re-encoded. With bounded memory, the stream
+forks: a new segment starts with a new opening and the tokens of the kept turns.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def turn_seed(run_seed: int, uid: str, turn: int) -> int:
-    """The 31-bit seed of one turn, the same on every machine and in every process."""
+    """The 31-bit seed of one turn; equal on all machines and in all processes."""
     digest = hashlib.sha256(f"{run_seed}/{turn}/{uid}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
 
@@ -44,7 +44,7 @@ class ChatTokenizer:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         self._chat = ChatStream(tokenizer)
-        # Every call of a tokenizer sets its truncation and padding state.
+        # Every tokenizer call sets truncation and padding state, so calls must not overlap.
         self._lock = threading.Lock()
         eos = tokenizer.eos_token_id
         ends = {self._chat.stop_id} | (set() if eos is None else {eos})
@@ -72,8 +72,8 @@ class ChatTokenizer:
             )
 
     def shortened(self, text: str, limit: int) -> str:
-        """The text, cut in the middle until it has at most `limit` tokens or nothing is left."""
-        if len(text.encode()) <= limit:  # no tokenizer makes more tokens than bytes
+        """Removes text from the middle until at most `limit` tokens, or no text, remain."""
+        if len(text.encode()) <= limit:  # no tokenizer produces more tokens than bytes
             return text
         kept, cut = len(text), text
         while kept and (tokens := self._count(cut)) > limit:
@@ -108,7 +108,7 @@ class _Stream:
         self.turn_ids += [turn] * len(generation.token_ids)
 
     def frozen(self) -> Segment:
-        """Everything up to the last sampled token; empty if there is none."""
+        """The tokens up to the last sampled one; empty if there is none."""
         turn_ids = np.array(self.turn_ids, np.int32)
         end = int(np.flatnonzero(turn_ids >= 0).max(initial=-1)) + 1
         return Segment(
@@ -121,7 +121,7 @@ class _Stream:
 
 
 class EngineAgent:
-    """Plays with an engine's weights; one for all episodes. `seed` fixes what is sampled."""
+    """Plays with an engine; one instance for all episodes. `seed` determines the samples."""
 
     def __init__(self, engine: Engine, tokenizer: "PreTrainedTokenizerBase", seed: int = 0) -> None:
         self._engine = engine
@@ -129,7 +129,7 @@ class EngineAgent:
         self._chat_tokenizer = ChatTokenizer(tokenizer)
 
     def check(self, env: str, settings: RolloutSettings) -> None:
-        """A model plays every environment that its chat template can render."""
+        """Accepts every environment that the model's chat template can render."""
         self._chat_tokenizer.check(env, settings)
 
     def player(self, context: EpisodeContext) -> "LLMPlayer":
@@ -148,10 +148,10 @@ class LLMPlayer:
         self._seed = seed
         self._settings = context.settings
         self._streams: list[_Stream] = []
-        self._observations: list[str] = []  # number n precedes turn n
+        self._observations: list[str] = []  # index n: before turn n
         self._sampled: list[tuple[int, ...]] = []  # the tokens of each turn
         self._replies: list[list[int]] = []  # the tokens between a turn and the next
-        self._said: list[int] = []  # the newest prompt with what was sampled after it
+        self._said: list[int] = []  # the latest prompt and the tokens sampled from it
         self.prompts_extended = 0
         self.prompts_forked = 0
 
@@ -198,7 +198,7 @@ class LLMPlayer:
             self._release()
 
     def _remembered(self, kept: int) -> list[int]:
-        """A prompt with a new opening and the tokens of the last turns."""
+        """A prompt with a new opening and the tokens of the last `kept` turns."""
         left_out = len(self._sampled) - kept
         observation = rejoined(self._observations[0], left_out, self._observations[left_out])
         ids = self._chat_tokenizer.start(self._context.opening.messages(observation))
@@ -220,7 +220,7 @@ class LLMPlayer:
     def _release(self) -> None:
         try:
             self._engine.release(self._session)
-        except EngineError as error:  # only the engine's cache is not freed
+        except EngineError as error:  # the only effect: the engine's cache is not freed
             _log.warning("%s was not released: %s", self._session, error)
 
     def _generate(self, prompt: list[int], turn: int) -> Generation:

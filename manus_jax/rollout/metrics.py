@@ -1,4 +1,4 @@
-"""Numbers about a batch of episodes, under the names that OpenManus-RL's users know."""
+"""Metrics of a batch of episodes."""
 
 import collections
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,11 @@ from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory, tra
 
 
 def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Means and counts over the episodes; failed ones are counted and enter no mean.
+    """Means and counts over the episodes; failed episodes are counted but excluded from means.
 
-    env/…: actions per episode, valid ones among them, episodes that the environment ended.
-    episode/…: rewards, success, tokens, time. reward/…: the parts of the reward function.
-    rollout/…: what was dropped, why, and whether prompts extended each other.
+    env/…: actions and valid actions per episode, episodes ended by the environment.
+    episode/…: rewards, success, tokens, time. reward/…: the components of the reward function.
+    rollout/…: failed episodes by kind, retries, prompts that extend or rewrite the history.
     """
     played = trajectories(outcomes)
     failed = [outcome for outcome in outcomes if isinstance(outcome, FailedEpisode)]

@@ -1,7 +1,7 @@
-"""The interface between the episode loop and whatever plays: a model, an oracle, a random policy.
+"""The interface between the episode loop and its players: a model, an oracle, a random policy.
 
-The episode loop only knows a `Player`, not tokens or engines. An `Agent` makes one player per
-attempt at an episode.
+The episode loop depends only on `Player`, not on tokens or engines. An `Agent` creates one player
+per attempt at an episode.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Answer:
 
 
 class EndEpisode(Exception):
-    """The player gives up or has no room for another turn; the episode ends."""
+    """Raised to end the episode: the player gives up or has no room for another turn."""
 
     def __init__(self, reason: EndReason) -> None:
         super().__init__(reason)
@@ -40,21 +40,21 @@ class Player(Protocol):
     prompts_forked: int
 
     def observe(self, observation: str) -> str:
-        """Adds an observation; returns it as the player sees it, possibly cut."""
+        """Adds an observation; returns it as the player sees it, possibly truncated."""
 
     def act(self, turn: int) -> Answer:
-        """Generates the turn with this number; raises EndEpisode."""
+        """Generates turn number `turn`; may raise EndEpisode."""
 
     def segments(self) -> tuple[Segment, ...]:
         """The tokens so far; empty for players without tokens."""
 
     def close(self) -> None:
-        """Frees what the player holds; called once, at the end of the attempt."""
+        """Frees the player's resources; called once, at the end of the attempt."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeContext:
-    """What a player knows about its episode."""
+    """The information that a player gets about its episode."""
 
     spec: EpisodeSpec
     opening: Opening
@@ -65,9 +65,9 @@ class EpisodeContext:
 
 
 class Agent(Protocol):
-    """Makes players; one for all episodes, thread-safe."""
+    """Creates players. Thread-safe; one instance is used for all episodes."""
 
     def check(self, env: str, settings: RolloutSettings) -> None:
-        """Raises ValueError if it cannot play the environment with these settings."""
+        """Raises ValueError if the agent cannot play the environment with these settings."""
 
     def player(self, context: EpisodeContext) -> Player: ...

@@ -1,8 +1,8 @@
 """The opening of an episode: the task, the answer format, and the first observation.
 
-The answer format that the model is told is the text of the format that parses its answers, and
-examples are rendered in it. A dataset's prompt that does not show the format gets it appended, so
-the instruction and the parser always agree.
+The instruction and the example turns come from the same `ActionFormat` that parses the answers. If
+a dataset's prompt does not show the format, the instruction is appended, so that the prompt and the
+parser always agree.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ CUT = "[... {characters} characters are left out here ...]"
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-    """The messages before the first observation, and how the observation joins them."""
+    """The messages before the first observation, and how the observation is added."""
 
     before: tuple[Message, ...]
-    joined: bool  # the observation is appended to the last of them, a user message
+    joined: bool  # the observation is appended to the last message, which is a user message
 
     def messages(self, observation: str) -> tuple[Message, ...]:
         """The opening messages; the last one is a user message that ends with the observation."""
@@ -34,7 +34,7 @@ class Opening:
 
 
 def opening(task: Task, action_format: ActionFormat, settings: RolloutSettings) -> Opening:
-    """The opening of an episode of the task, by the settings `prompt_*`."""
+    """The opening of an episode of the task, according to the settings `prompt_*`."""
     if settings.prompt_source == "observation":
         return Opening((), joined=False)
     if settings.prompt_source == "dataset" and task.prompt:
@@ -80,12 +80,12 @@ def _laid_out(before: tuple[Message, ...], text: str, layout: PromptLayout) -> O
 
 
 def rejoined(first_observation: str, left_out: int, newest: str) -> str:
-    """The first observation of a new opening from which the oldest turns are left out."""
+    """The first observation of a new opening that omits the oldest turns."""
     return f"{first_observation}\n\n{LEFT_OUT.format(turns=left_out)}\n\n{newest}"
 
 
 def cut_middle(text: str, limit: int) -> str:
-    """About `limit` characters of a text: its beginning, a note of what is missing, and its end."""
+    """About `limit` characters of a text: its start, a note on the omitted part, and its end."""
     if len(text) <= limit:
         return text
     head = (limit + 1) // 2

@@ -1,7 +1,8 @@
 """Runs many episodes concurrently and returns their outcomes in order.
 
-Each episode in flight has a thread, since it mostly waits; the pool's leases limit how many play.
-Any exception of an episode is logged and becomes its FailedEpisode, without affecting the others.
+Each episode in flight has its own thread, which mostly waits for I/O; the pool's leases limit
+concurrency. An exception in an episode is logged and turns that episode into a FailedEpisode,
+without affecting the others.
 """
 
 import logging
@@ -24,11 +25,11 @@ from manus_jax.rollout.trajectory import EpisodeSpec, FailedEpisode, Outcome
 _log = logging.getLogger(__name__)
 
 STACK_BYTES = 1 << 20
-"""Per episode thread: thousands of default 8 MiB stacks exceed address-space limits."""
+"""Stack size of an episode thread; thousands of 8 MiB stacks exceed address-space limits."""
 
 GRACE = 10.0
-"""Seconds that cancelled episodes have to return their environments; later ones run into their own
-timeouts."""
+"""Seconds to wait for cancelled episodes to release their environments; slower ones end with their
+own timeouts."""
 
 _POLL = 0.1
 
@@ -46,9 +47,10 @@ def run_episodes(
 ) -> list[Outcome]:
     """Plays all episodes and returns their outcomes in the order of `specs`.
 
-    When `stop` is set, the episodes in flight are cancelled, their environments returned, and
-    unfinished episodes become FailedEpisode "cancelled". Ctrl-C and exceptions of `on_done` do the
-    same and are then raised. Raises ValueError, before playing, for specs that cannot be played.
+    When `stop` is set, episodes in flight are cancelled, their environments are released, and
+    unfinished episodes become FailedEpisode "cancelled". Ctrl-C and exceptions in `on_done` also
+    cancel the episodes and are then re-raised. Raises ValueError for specs that cannot be played,
+    before any episode starts.
     """
     check_specs(specs, agent, pool, settings)
     run = _Run(specs, agent, pool, settings)
@@ -99,7 +101,7 @@ class _Run:
         self._begun: set[int] = set()
 
     def start(self) -> None:
-        # Threads start as work is submitted; their stack size is a global setting.
+        # The stack size of new threads is a global setting; threads start when work is submitted.
         before = threading.stack_size(STACK_BYTES)
         try:
             for index in range(len(self._specs)):
@@ -126,7 +128,7 @@ class _Run:
                 on_done(index, outcome)
 
     def cancel(self) -> None:
-        """Cancels all episodes; returns when they have ended, after at most GRACE seconds."""
+        """Cancels all episodes and waits up to GRACE seconds for them to end."""
         self._cancellation.cancel()
         self._executor.shutdown(wait=False, cancel_futures=True)
         deadline = time.monotonic() + GRACE
@@ -154,7 +156,7 @@ class _Run:
             outcome = play_episode(
                 spec, self._agent, self._pool, self._settings, self._cancellation
             )
-        except BaseException as error:  # the caller waits for an outcome, even after an exit
+        except BaseException as error:  # including SystemExit: the caller waits for an outcome
             _log.exception("episode %s failed", spec.uid)
             where = traceback.extract_tb(error.__traceback__)[-1]
             told = f"{type(error).__name__}: {error} (in {where.name})"

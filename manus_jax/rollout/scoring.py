@@ -9,11 +9,11 @@ from manus_jax.rewards import RewardError, RewardSettings, compute
 from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory
 
 MAX_CONCURRENT = 32
-"""Episodes that are scored at the same time."""
+"""The maximum number of episodes scored concurrently."""
 
 
 def score_episode(trajectory: Trajectory, settings: RewardSettings) -> Trajectory:
-    """The trajectory with its score; a RewardError names the function and the episode."""
+    """Adds the score to a trajectory; a RewardError names the function and the episode."""
     task = trajectory.task
     score = compute(
         settings,
@@ -34,7 +34,7 @@ def score_episode(trajectory: Trajectory, settings: RewardSettings) -> Trajector
 def score_episodes(
     outcomes: Sequence[Outcome], settings: RewardSettings, on_error: Literal["raise", "drop"]
 ) -> list[Outcome]:
-    """All outcomes in order, scored; "drop" turns an episode without a score into a failed one.
+    """Scores all outcomes, in order; with "drop", an episode whose scoring fails becomes failed.
 
     Episodes are scored concurrently, because a reward function may wait for a server.
     """

@@ -1,8 +1,7 @@
 """Traces: oracle episodes as conversations in OpenManus-RL's parquet schema.
 
-The oracle plays through the same episode loop, prompts, action format and client as a model does,
-against a server of the environment. A model fine-tuned on traces therefore sees, token for token,
-the conversations of its later rollouts.
+The oracle uses the same episode loop, prompts, action format and client as a model, against an
+environment server. Fine-tuning on traces therefore uses exactly the token format of later rollouts.
 """
 
 import json
@@ -61,11 +60,11 @@ ROLLOUT = RolloutSettings(max_turns=200, max_in_flight=16)
 
 
 class TraceError(UserError):
-    """The requested traces cannot be made."""
+    """The requested traces cannot be produced."""
 
 
 def write_traces(name: str, split: str, count: int, seed: int, path: Path) -> None:
-    """Writes `count` episodes that the environment's oracle won. `seed` selects the items."""
+    """Writes `count` successful oracle episodes. `seed` selects the items."""
     if count < 1:
         raise TraceError(f"--n must be at least 1, not {count}")
     try:
@@ -87,7 +86,7 @@ def shuffled_items(spec: EnvironmentSpec, split: str, seed: int) -> list[int]:
 
 
 def rows(spec: EnvironmentSpec, split: str, n: int, seed: int) -> list[dict[str, Any]]:
-    """`n` rows of different items, skipping items that the oracle does not win."""
+    """`n` rows of distinct items; items that the oracle does not solve are skipped."""
     if spec.oracle is None:
         raise TraceError(f"{spec.name} has no oracle to play the traces")
     items = shuffled_items(spec, split, seed)

@@ -1,8 +1,8 @@
-"""What an episode leaves behind: its exact tokens, its turns, its rewards; or why there is nothing.
+"""The outcome of an episode: its exact tokens, turns and rewards, or the reason for its failure.
 
-The one idea: tokens are kept once, in segments, and a turn is a span of a segment. Most episodes
-are one segment that only grew. Where memory rewrites the history, the next prompt is a new segment
-in which only the new turn is trained, so that no token is trained twice.
+Tokens are stored once, in segments, and a turn is a span of a segment. Most episodes consist of one
+append-only segment. When bounded memory rewrites the history, the next prompt starts a new segment
+in which only the new turns are trained, so that no token is trained twice.
 """
 
 import dataclasses
@@ -17,24 +17,24 @@ from manus_jax.data.tasks import Task
 from manus_jax.rewards.registry import Score
 
 EndReason = Literal["done", "max_turns", "context", "gave_up"]
-"""Why an episode ended: the environment said so; a limit on turns or tokens; the policy had no
-more to say."""
+"""Why an episode ended: by the environment ("done"), at the turn limit, at the token limit, or by
+the player ("gave_up")."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeSpec:
-    """One episode to play. The same uid draws the same random numbers, whatever the weights."""
+    """One episode to play. Its random numbers depend on the uid, not on the weights."""
 
     task: Task
     uid: str
     group_id: str
-    """Episodes of one task whose rewards are compared with each other."""
+    """Shared by the episodes of one task whose rewards are compared with each other."""
 
 
 def episode_specs(
     tasks: Iterable[Task], group_size: int = 1, prefix: str = ""
 ) -> list[EpisodeSpec]:
-    """`group_size` episodes of every task, group by group; `prefix` tells batches apart."""
+    """`group_size` episodes per task, ordered by group; `prefix` keeps uids of batches distinct."""
     if group_size < 1:
         raise ValueError(f"group_size = {group_size}: at least 1")
     return [
@@ -46,18 +46,18 @@ def episode_specs(
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One turn of the agent and what came of it.
+    """One turn of the agent and its result.
 
-    Its tokens, the end-of-turn token that was sampled included, are `start` to `stop` of segment
-    `segment`. A policy that speaks text has no segments; its turns have an empty span.
+    Its tokens, including a sampled end-of-turn token, are `start` to `stop` of segment `segment`.
+    Players without tokens have no segments, and their turns have an empty span.
     """
 
     text: str
-    action: str | None  # what was sent; None where the text held no valid action
-    observation: str  # the answer, as the agent was told it
-    reward: float  # growth of the environment's reward of the episode
-    penalty: float = 0.0  # 0 or negative: for an invalid action
-    cut: bool = False  # the turn met its limit of tokens before it ended
+    action: str | None  # as sent to the environment; None if the text has no valid action
+    observation: str  # the response, as shown to the agent
+    reward: float  # change of the episode's environment reward
+    penalty: float = 0.0  # for an invalid action; 0 or negative
+    cut: bool = False  # the turn was truncated at its token limit
     segment: int = 0
     start: int = 0
     stop: int = 0
@@ -71,10 +71,10 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segment:
-    """A stream of exact tokens, [T] each.
+    """A sequence of exact tokens; all arrays are [T].
 
-    `loss_mask` marks the agent's own sampled tokens; on all others `log_probs` is 0, and `versions`
-    and `turn_ids` (numbers of the episode's turns) are -1.
+    `loss_mask` marks the tokens sampled by the agent. For all others, `log_probs` is 0, and
+    `versions` and `turn_ids` (indexes of the episode's turns) are -1.
     """
 
     token_ids: np.ndarray  # int32
@@ -89,7 +89,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One episode that was played to an end."""
+    """A completed episode."""
 
     spec: EpisodeSpec
     opening: tuple[Message, ...]
@@ -100,9 +100,9 @@ class Trajectory:
     success: bool
     end_reason: EndReason
     attempts: int = 1
-    prompts_extended: int = 0  # prompts that began with all the tokens before them
-    prompts_forked: int = 0  # prompts that rewrote history
-    score: Score | None = None  # the reward function's; None: the environment's own reward counts
+    prompts_extended: int = 0  # prompts that extend all previous tokens
+    prompts_forked: int = 0  # prompts with a rewritten history
+    score: Score | None = None  # of the reward function; None: the environment reward is used
 
     @property
     def uid(self) -> str:
@@ -118,7 +118,7 @@ class Trajectory:
 
     @property
     def turn_rewards(self) -> tuple[float, ...]:
-        """Process rewards: each turn's share of the episode's reward, penalties included."""
+        """Process rewards: each turn's part of the episode reward, including penalties."""
         if self.score is None:
             return tuple(turn.reward + turn.penalty for turn in self.turns)
         given = self.score.turn_scores or (0.0,) * len(self.turns)
@@ -126,7 +126,7 @@ class Trajectory:
 
     @property
     def episode_reward(self) -> float:
-        """What the episode is trained on: the score, less the penalties for invalid actions."""
+        """The reward used for training: the score plus the (negative) penalties."""
         earned = self.env_reward if self.score is None else self.score.total
         return earned + math.fsum(turn.penalty for turn in self.turns)
 
@@ -136,21 +136,21 @@ class Trajectory:
 
     @property
     def observations(self) -> tuple[str, ...]:
-        """The observation that each turn answers."""
+        """The observation before each turn."""
         seen = (self.first_observation, *(turn.observation for turn in self.turns))
         return seen[: len(self.turns)]
 
     def said(self) -> str:
-        """All that the agent said."""
+        """The text of all turns of the agent."""
         return "\n".join(turn.text for turn in self.turns)
 
 
 @dataclasses.dataclass(frozen=True)
 class FailedEpisode:
-    """An episode that came to no end and must not be trained on.
+    """An episode that could not be completed and must not be used for training.
 
-    `kind` is the name under which it is counted: a kind of EnvironmentFailure, or engine,
-    prompt_too_long, reward, cancelled, error.
+    `kind` is its name in the counters: a kind of EnvironmentFailure, or engine, prompt_too_long,
+    reward, cancelled, error.
     """
 
     spec: EpisodeSpec
@@ -163,5 +163,5 @@ Outcome = Trajectory | FailedEpisode
 
 
 def trajectories(outcomes: Sequence[Outcome]) -> list[Trajectory]:
-    """The episodes that were played to an end."""
+    """The completed episodes."""
     return [outcome for outcome in outcomes if isinstance(outcome, Trajectory)]

@@ -1,8 +1,9 @@
-"""Trajectories on disk: one JSON object per line, one file per step, text and exact ids.
+"""Trajectory files: one JSON object per episode and line, one file per step, text and exact ids.
 
-The one idea: what can be derived is not written. A turn is a span of a segment, so masks, turn ids
-and the padding of log-probs come back from the spans when a file is read. Advantages are no part of
-an episode: they are known once a step has compared its episodes, and stand beside the log-probs.
+Derived data is not written. A turn is a span of a segment, so masks, turn ids and the padding of
+log-probs are reconstructed from the spans when a file is read. Advantages are not part of a
+trajectory, because they depend on the other episodes of the step; they are stored next to the
+log-probs of each turn.
 """
 
 import dataclasses
@@ -40,11 +41,11 @@ _SCALARS = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoggedEpisode:
-    """A line of a file."""
+    """One line of a trajectory file."""
 
     outcome: Outcome
     advantages: tuple[np.ndarray, ...] | None
-    """Of the tokens of each segment, float32 [T], 0 outside the mask; None: not learned from."""
+    """Per segment, float32 [T], 0 outside the mask; None if the episode was not trained on."""
 
 
 def write_trajectories(
@@ -53,12 +54,12 @@ def write_trajectories(
     outcomes: Sequence[Outcome],
     advantages: Mapping[str, Sequence[np.ndarray]] | None = None,
 ) -> Path:
-    """Writes `directory/<name>.jsonl`, whole or not at all, and returns its path.
+    """Writes `directory/<name>.jsonl` atomically and returns its path.
 
-    In training, the name is the number of the step, and `advantages` has for each uid that was
-    learned from those of every segment's tokens, [T].
+    During training, `name` is the step, and `advantages` maps the uid of each episode that is
+    trained on to one array [T] per segment.
 
-    Of a task, what names it and its ground truth are kept, not its reference conversation.
+    Tasks are stored with their identifiers and ground truth, without reference conversations.
     """
     path = Path(directory) / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,14 +68,14 @@ def write_trajectories(
         for outcome in outcomes:
             learned = (advantages or {}).get(outcome.spec.uid)
             record = json.dumps(_record(outcome, learned), ensure_ascii=False, default=str)
-            # Half a character in a model's text would break the file.
+            # Lone surrogates in a model's text cannot be encoded as UTF-8.
             file.write(record.encode("utf-8", "replace").decode("utf-8") + "\n")
     work.replace(path)
     return path
 
 
 def read_trajectories(path: str | os.PathLike[str]) -> Iterator[Outcome]:
-    """The outcomes of a file, in order; ValueError names a line that cannot be read."""
+    """The outcomes in a file, in order; ValueError names a line that cannot be parsed."""
     with Path(path).open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -84,7 +85,7 @@ def read_trajectories(path: str | os.PathLike[str]) -> Iterator[Outcome]:
 
 
 def parse_episode(line: str | bytes) -> LoggedEpisode:
-    """One line of a file; ValueError for anything else."""
+    """Parses one line of a file; raises ValueError if it is not an episode."""
     try:
         record = json.loads(line)
         spans = [turn.pop("advantages", None) for turn in record.get("turns", ())]
@@ -128,12 +129,12 @@ def _turn_record(
 
 
 def _shortest(values: np.ndarray) -> list[float]:
-    """float32 [n] as the shortest digits that give the same float32 again."""
+    """float32 [n] as the shortest decimals that round-trip to the same float32."""
     return [float(str(x)) for x in values]
 
 
 def _by_segment(trajectory: Trajectory, spans: Sequence[Sequence[float]]) -> tuple[np.ndarray, ...]:
-    """Numbers of each turn's tokens at their places in the segments, 0 elsewhere."""
+    """Scatters the values of each turn's tokens to their segment positions; 0 elsewhere."""
     placed = tuple(np.zeros(len(segment), np.float32) for segment in trajectory.segments)
     for turn, values in zip(trajectory.turns, spans, strict=True):
         placed[turn.segment][turn.start : turn.stop] = values

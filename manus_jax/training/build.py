@@ -1,8 +1,8 @@
-"""From settings to a trainer: every part of a run is built, checked and connected here.
+"""Builds a trainer from settings: checks, creates and connects all parts of a run.
 
-What can be wrong is checked first, in order of cost: names, sizes, files, the mesh. Then come the
-servers, the warm start, the weights, and last the engine. With several processes all of them run
-this; servers, engine and everything else that rollouts need exist on process 0 only.
+Settings are checked first, in order of cost: names, sizes, files, the mesh. The servers, the warm
+start, the weights and the engine follow in that order. With several processes, all of them run this
+code; servers, engine and everything else that rollouts need exist on process 0 only.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ Sources = list[tuple[str, list[Task], float]]
 def read_task_sources(
     data: DataSettings, env: EnvSettings, val_tasks: int
 ) -> tuple[Sources, EvalSet]:
-    """Weighted sources of training tasks, and the evaluation set of held-out ones."""
+    """The weighted sources of training tasks, and the evaluation set of held-out tasks."""
     eval_set = make_eval_set(env, val_tasks, data.val_files)
     if not data.train_files:
         every = 10**9
@@ -85,7 +85,7 @@ def read_task_sources(
 
 
 def check_sizes(config: TrainConfig, recipe: Recipe) -> None:
-    """Raises ConfigError if lengths, groups and batches of a run do not fit together."""
+    """Raises ConfigError if the lengths, group sizes and batch sizes are inconsistent."""
     if config.rollout.max_total_tokens > config.data.max_length:
         raise ConfigError(
             f"rollout.max_total_tokens = {config.rollout.max_total_tokens} is more than "
@@ -121,7 +121,7 @@ def _baselines(
 def play_traces(
     config: TrainConfig, directory: RunDirectory, sources: Sources, pool: EnvironmentPool | None
 ) -> None:
-    """Episodes of the training tasks to fine-tune on, as conversations in a file.
+    """Plays episodes of the training tasks and writes them as conversations for fine-tuning.
 
     The oracle and the random policy use the same prompts and formats as the model.
     """
@@ -136,7 +136,7 @@ def play_traces(
     by_chance = round(settings.random_share * len(tasks))
     specs = episode_specs(tasks)
     played = run_episodes(specs[:by_chance], RandomPolicy(config.train.seed), pool, rollout)
-    # The oracle shows the whole way, also where the agent may only go a part of it.
+    # The oracle plays every task to its end, even if the turn limit of the agent is lower.
     patient = dataclasses.replace(rollout, max_turns=1000)
     shown = run_episodes(specs[by_chance:], OraclePolicy(), pool, patient)
     won = [t for t in trajectories(shown) if t.success]
@@ -151,7 +151,7 @@ def play_traces(
 
 
 def warm_start(config: TrainConfig, directory: RunDirectory, job: Job) -> Path:
-    """Fine-tunes on the traces; returns where the resulting model is."""
+    """Fine-tunes on the traces; returns the path of the resulting model."""
     settings = config.warm_start
     export = job.count == 1  # with several processes, each reads its shards of the checkpoint
     sft = SftSettings(
@@ -180,7 +180,7 @@ def warm_start(config: TrainConfig, directory: RunDirectory, job: Job) -> Path:
     fine_tuning = SftConfig(
         sft, data, config.model, config.scratch, optimizer, config.mesh, config.compute
     )
-    # A path relative to the directory, so that a run directory can be moved.
+    # A relative path, so that the run directory can be moved.
     written = dataclasses.replace(
         fine_tuning, data=dataclasses.replace(data, train_files=(_TRACES,))
     )
@@ -190,7 +190,7 @@ def warm_start(config: TrainConfig, directory: RunDirectory, job: Job) -> Path:
 
 @contextlib.contextmanager
 def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterator[Trainer]:
-    """A trainer whose servers and engine live as long as the block."""
+    """Opens a trainer; its servers and engine are closed at the end of the block."""
     train, data = config.train, config.data
     recipe = make_recipe(config.algorithm)
     check_sizes(config, recipe)
@@ -274,7 +274,7 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
 def build_learners(
     config: TrainConfig, recipe: Recipe, source: PolicySource, mesh: jax.sharding.Mesh
 ) -> tuple[dict[str, Learner], Reference | None]:
-    """The policy, its critic and its reference, as the recipe needs them."""
+    """The policy and, if the recipe needs them, the critic and the reference."""
     arch = source.card.architecture
     spec = policy_spec(config, recipe, arch, mesh)
     params = source.load(param_shardings(spec.shapes, mesh))

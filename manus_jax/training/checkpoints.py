@@ -1,11 +1,11 @@
-"""Orbax checkpoints of a run: asynchronous, whole or not there, restored onto any mesh.
+"""Orbax checkpoints of a run: asynchronous, atomic, restorable onto any mesh.
 
-A step's directory holds `params` and `optimizer` (arrays, sharded as they lie) and `host` (JSON:
-dataset cursor, counters, whatever the loop needs to go on). Orbax writes beside the final name
-and renames when all is there, so a checkpoint cut short by a kill is never listed.
+The directory of a step contains `params` and `optimizer` (sharded arrays) and `host` (JSON: dataset
+cursor, counters and other state of the training loop). Orbax writes to a temporary name and renames
+the complete checkpoint, so an interrupted one is never listed.
 
-Of several processes all call the same methods in step; each writes its own shards below a directory
-that all see, and what is not an array is process 0's.
+With several processes, all call the same methods in the same order. Each process writes its own
+shards to a shared directory; process 0 writes everything that is not an array.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ from manus_jax.models.orbax_params import CheckpointError
 
 
 class Checkpoints:
-    """The checkpoints below one directory, by step.
+    """The checkpoints in one directory, by step.
 
-    `parts` are the learners whose states are saved: the policy, and perhaps a critic. The newest
-    `keep` steps stay, and with `best` also the one whose saved score was highest.
+    `parts` are the learners whose states are saved: the policy and optionally a critic. The newest
+    `keep` checkpoints are kept and, with `best`, also the one with the highest score.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Checkpoints:
                 preservation_policy=managers.AnyPreservationPolicy(policies),
                 create=False,
                 cleanup_tmp_directories=True,
-                # Named, the processes meet at barriers with a time limit.
+                # With explicit processes, Orbax uses barriers that have a timeout.
                 multiprocessing_options=ocp.options.MultiprocessingOptions(
                     active_processes=everyone if len(everyone) > 1 else None
                 ),
@@ -61,7 +61,7 @@ class Checkpoints:
         )
 
     def latest(self) -> int | None:
-        """The newest whole checkpoint's step."""
+        """The step of the newest complete checkpoint; None if there is none."""
         return self._manager.latest_step()
 
     def save(
@@ -71,7 +71,7 @@ class Checkpoints:
         host: dict[str, Any],
         score: float | None = None,
     ) -> None:
-        """Starts writing and returns; the arrays may be donated at once."""
+        """Starts an asynchronous save; the arrays may be donated as soon as this returns."""
         items: dict[str, Any] = {"host": ocp.args.JsonSave(host)}
         for part in self._parts:
             params, optimizer = _items(part)
@@ -83,7 +83,7 @@ class Checkpoints:
     def restore(
         self, step: int, abstract: Mapping[str, TrainState]
     ) -> tuple[dict[str, TrainState], dict[str, Any]]:
-        """The states of a step, put where `abstract` (shapes with shardings) says."""
+        """Restores the states of a step with the shapes and shardings of `abstract`."""
         items: dict[str, Any] = {"host": ocp.args.JsonRestore()}
         for part in self._parts:
             params, optimizer = _items(part)
@@ -104,14 +104,14 @@ class Checkpoints:
         return states, loaded["host"]
 
     def preempted(self, step: int) -> bool:
-        """Whether a host is to be given back; if so, all processes hear it at the same step.
+        """Whether a host is being preempted; all processes get the same answer at the same step.
 
-        Knows only what JAX takes note of (`distributed.Preemption`).
+        Preemption is what JAX records: a SIGTERM on any host.
         """
         return self._manager.reached_preemption(step)
 
     def wait(self) -> None:
-        """Blocks until everything begun is on disk; raises what the writing raised."""
+        """Waits until all saves are on disk; raises the error of a failed save."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class Checkpoints:
 
 
 def _items(part: str) -> tuple[str, str]:
-    """Names of a part's two items: the policy's parameters are plain `params`."""
+    """The names of a part's two items; those of the policy have no prefix."""
     prefix = "" if part == "policy" else f"{part}_"
     return f"{prefix}params", f"{prefix}optimizer"
 
@@ -130,7 +130,7 @@ def _rest(state: TrainState) -> dict[str, Any]:
 
 
 def abstract_state(state: TrainState, shardings: TrainState) -> TrainState:
-    """Shapes and types of `state` (arrays or shapes) with the given shardings."""
+    """The shapes and dtypes of `state` (arrays or shapes) with the given shardings."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
     )

@@ -1,4 +1,4 @@
-"""When a run gives up: isolated problems are reported, repeated ones end it."""
+"""Limits on consecutive failures: isolated ones are reported, repeated ones end the run."""
 
 from collections.abc import Mapping
 
@@ -6,18 +6,18 @@ from manus_jax.errors import UserError
 
 
 class TrainingError(UserError, RuntimeError):
-    """The run cannot continue; the message says why and where to look."""
+    """The run cannot continue; the message gives the reason and where to look."""
 
 
 class FailureBudget:
-    """Counts updates without a finite gradient and steps without an episode, in a row."""
+    """Counts consecutive updates with a non-finite gradient and steps without episodes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._bad_updates = self._lost_steps = 0
 
     def after_step(self, metrics: Mapping[str, float], bad_updates: int) -> str | None:
-        """What to report about a step; TrainingError once the limit is reached."""
+        """A warning about the step, or None; raises TrainingError when the limit is reached."""
         self._bad_updates = self._bad_updates + bad_updates if bad_updates else 0
         played, failed = metrics["rollout/episodes"], metrics["rollout/failed"]
         self._lost_steps = 0 if played else self._lost_steps + 1

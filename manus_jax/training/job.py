@@ -1,10 +1,10 @@
-"""The processes of a training job: how they find each other, share results, and end together.
+"""The processes of a training job: how they connect, share results and shut down.
 
-Every process runs the same program. Process 0 additionally owns the rollouts: what it plays or
-decides reaches the others through `from_primary`, which is one host barrier followed by one
-broadcast, so no device waits while episodes are played. An error on process 0 takes the same way.
-When a process dies, JAX's coordination service ends the others after `distributed.heartbeat_s` with
-a message that names it.
+Every process runs the same program. Process 0 additionally runs the rollouts. `from_primary` sends
+its results to the other processes with one host barrier followed by one broadcast, so no device
+waits while episodes are played. Errors on process 0 are sent in the same way. When a process dies,
+JAX's coordination service ends the others after `distributed.heartbeat_s` with a message that names
+it.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _EXIT_BARRIER_S = 20.0
 
 
 class Job:
-    """This process as one of `count`; the default is a single process."""
+    """This process, number `index` of `count`; the default is a single process."""
 
     def __init__(self, index: int = 0, count: int = 1, timeout_s: float = 7200.0) -> None:
         self.index, self.count = index, count
@@ -62,7 +62,7 @@ class Job:
         return result
 
     def on_primary(self, run: Callable[[], T]) -> T | None:
-        """Process 0 calls `run` while the others wait; its result stays there (None elsewhere)."""
+        """Process 0 calls `run` while the others wait; returns its result there, None elsewhere."""
         results: list[T] = []
 
         def make() -> DataProto:
@@ -75,7 +75,7 @@ class Job:
     def preempted(self) -> bool:
         """Whether the job must stop because one of its hosts received SIGTERM.
 
-        All processes ask at the same points of the program and get the same answer.
+        All processes call this at the same points of the program and get the same result.
         """
         self._preemption_checks += 1
         return multihost.reached_preemption(self._preemption_checks)
@@ -99,7 +99,7 @@ class Job:
                 1,
             ) from None
         size = int(multihost_utils.broadcast_one_to_all(np.array(len(data), np.int32)))
-        # Few sizes, so that few broadcasts are compiled.
+        # Sizes are rounded up to powers of two, so that few broadcasts are compiled.
         buffer = np.zeros(1 << max(10, (size - 1).bit_length()), np.uint8)
         buffer[: len(data)] = np.frombuffer(data, np.uint8)
         return np.asarray(multihost_utils.broadcast_one_to_all(buffer))[:size].tobytes()
@@ -107,23 +107,23 @@ class Job:
 
 @contextlib.contextmanager
 def joined(settings: DistributedSettings) -> Iterator[Job]:
-    """This process as part of its job for the duration of the block.
+    """Connects this process to its job for the duration of the block.
 
-    An exception ends all processes: those that raise it too exit together; the others are ended by
-    JAX's coordination service.
+    An exception ends all processes: those that raise it exit together, and JAX's coordination
+    service ends the others.
     """
     if not connect(settings):
         yield Job()
         return
     job = Job(jax.process_index(), jax.process_count(), settings.timeout_s)
-    # JAX records SIGTERM and tells all processes; Ctrl-C on any host takes the same way.
+    # JAX shares a SIGTERM with all processes; Ctrl-C on any host is handled in the same way.
     signal.signal(signal.SIGINT, _as_sigterm)
     try:
         yield job
         barrier(settings.timeout_s)
     except BaseException as error:
         if isinstance(error, jax.errors.JaxRuntimeError):
-            # Another process probably died; JAX needs this long to find out which, and exits here.
+            # Another process probably died; JAX detects which one in this time, and exits here.
             time.sleep(settings.heartbeat_s + 5)
         _exit_together(error)
         raise
@@ -131,7 +131,7 @@ def joined(settings: DistributedSettings) -> Iterator[Job]:
 
 
 def _exit_together(error: BaseException) -> None:
-    """Returns if all processes are about to exit; otherwise exits at once, so that they notice."""
+    """Returns if all processes are about to exit; otherwise exits at once, so others detect it."""
     try:
         barrier(_EXIT_BARRIER_S)
     except jax.errors.JaxRuntimeError:
@@ -146,7 +146,7 @@ def _as_sigterm(number: int, _: FrameType | None) -> None:
 
 
 def cluster_found(environment: Mapping[str, str], tpu: bool) -> str | None:
-    """What says that this process is one of several, or None.
+    """The name of the evidence that this process is one of several, or None.
 
     `tpu` is whether this machine has TPU chips, whose runtime knows the hosts of its pod.
     """
@@ -176,7 +176,7 @@ def connect(settings: DistributedSettings) -> bool:
     wanted = settings.mode == "on" or any(value is not None for value in given) or found
     if settings.mode == "off" or not wanted:
         return False
-    # How processes on CPU exchange data; no other platform reads it.
+    # The collectives between CPU processes; other platforms ignore this option.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
@@ -197,7 +197,7 @@ def connect(settings: DistributedSettings) -> bool:
 
 
 def _given(setting: int | None, variable: str) -> int | None:
-    """A setting, or the environment's value; None leaves it to JAX."""
+    """The setting, or the environment variable; None lets JAX decide."""
     if setting is None and variable in os.environ:
         return int(os.environ[variable])
     return setting

@@ -1,6 +1,6 @@
-"""From a run's settings to the specifications of its learners, without any weights.
+"""Builds the learner specifications of a run from its settings, without weights.
 
-Training builds its policy and critic from these, and planning compiles them for other hardware.
+Training creates the policy and critic from them; planning compiles them for other hardware.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from manus_jax.rollout.batch import token_columns
 
 
 def make_recipe(settings: AlgorithmSettings) -> Recipe:
-    """The named recipe with the settings that were given."""
+    """The named recipe; settings that are set replace its defaults."""
     try:
         in_recipe = {field.name for field in dataclasses.fields(Recipe)}
         given = {k: v for k, v in vars(settings).items() if k in in_recipe and v is not None}
@@ -47,7 +47,7 @@ def make_recipe(settings: AlgorithmSettings) -> Recipe:
 
 
 def updates_per_step(config: TrainConfig) -> int:
-    """Optimizer updates in a step that uses all of its tasks."""
+    """The number of optimizer updates in a step that uses all of its tasks."""
     size = config.algorithm.mini_batch_size or config.train.batch_size
     return config.algorithm.ppo_epochs * -(-config.train.batch_size // size)
 
@@ -64,7 +64,7 @@ def policy_lr(config: TrainConfig) -> optax.Schedule:
 
 
 def policy_spec(config: TrainConfig, recipe: Recipe, arch: Architecture, mesh: Mesh) -> LearnerSpec:
-    """The policy: the recipe's loss, at the temperature at which episodes are sampled."""
+    """The policy, with the recipe's loss at the sampling temperature of the rollouts."""
     graphdef, shapes = abstract_model(Transformer, arch, _compute(config, arch, mesh))
     temperature = config.rollout.temperature or 1.0
     return LearnerSpec(
@@ -96,7 +96,7 @@ def critic_spec(config: TrainConfig, arch: Architecture, mesh: Mesh) -> LearnerS
 
 
 def _compute(config: TrainConfig, arch: Architecture, mesh: Mesh) -> Compute:
-    """How the model is computed, after checking that it and its rows divide over the mesh."""
+    """The compute settings; raises if the model or its rows do not divide over the mesh."""
     compute = make_compute(**dataclasses.asdict(config.compute), mesh=mesh)
     implementation = compute.kernel.implementation
     check_model(arch, mesh, implementation)
@@ -109,7 +109,8 @@ def _adam(opt: OptimizerSettings) -> tuple[float, float, float, float, float]:
 
 
 def _rows(config: TrainConfig) -> tuple[RowShape, int, int]:
-    """The shape of packed rows, and room for one segment per row in an update and in a step."""
+    """The shape of packed rows, and the micro-batches of an update and of a step if each row holds
+    one segment."""
     train, rows = config.train, config.data.rows
     tasks = min(config.algorithm.mini_batch_size or train.batch_size, train.batch_size)
     micro_batches = lambda tasks: -(-tasks * train.group_size // rows)

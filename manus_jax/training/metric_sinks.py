@@ -1,7 +1,7 @@
-"""Metrics for TensorBoard and Weights & Biases.
+"""Metric sinks for TensorBoard and Weights & Biases.
 
-`metrics.jsonl` is authoritative; these are copies. A resumed run tells each sink from which step
-it logs again, so that no step appears twice.
+`metrics.jsonl` is authoritative; the sinks receive copies. A resumed run opens each sink at the
+step it resumes from, so that no step appears twice.
 """
 
 import contextlib
@@ -66,9 +66,9 @@ def _tensorboard(directory: RunDirectory, start: int) -> Iterator[Sink]:
 
 @contextlib.contextmanager
 def _wandb(project: str, directory: RunDirectory) -> Iterator[Sink]:
-    """wandb ignores steps that it already has, so it keeps the first values of a step."""
+    """A sink for wandb, which ignores steps that it already has and keeps their first values."""
     wandb = _library("wandb", "train.wandb_project")
-    # A random id stored with the run, so that a new run in a directory of the same name differs.
+    # A random id stored in the run directory: a new run in the same path gets a new id.
     kept = directory.path / "wandb_run_id"
     if not kept.exists():
         write_atomically(kept, uuid.uuid4().hex)

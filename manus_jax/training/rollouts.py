@@ -1,4 +1,4 @@
-"""The rollouts of a run, which process 0 owns: tasks in, groups of scored episodes out."""
+"""The rollouts of a run, on process 0: plays tasks and returns groups of scored episodes."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from manus_jax.rollout.trajectory import Outcome, Trajectory, episode_specs, tra
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-    """What a step played: everything, the episodes to learn from, and metrics."""
+    """The rollouts of a step: all outcomes, the episodes to train on, and metrics."""
 
     outcomes: list[Outcome]
     episodes: list[Trajectory]
@@ -45,7 +45,7 @@ class Rollouts:
     evaluate: Callable[[str], EvaluationResult]
 
     def take(self, step: int) -> Played:
-        """Groups for one update. Dynamic sampling replaces groups without a learning signal."""
+        """The groups of one step. Dynamic sampling replaces groups without a learning signal."""
         settings = self._settings_at(step)
         outcomes: list[Outcome] = []
         kept: list[Trajectory] = []
@@ -69,7 +69,7 @@ class Rollouts:
         return Played(outcomes, kept[:wanted], metrics)
 
     def greedy_rewards(self, step: int, episodes: Sequence[Trajectory]) -> dict[str, float]:
-        """The reward of one greedy episode per task, by group; groups whose episode failed lack."""
+        """The reward of one greedy episode per group; groups whose episode failed are omitted."""
         settings = self._settings_at(step)
         greedy = dataclasses.replace(settings, temperature=0.0)
         tasks = {e.group_id: e.task for e in episodes}
@@ -88,7 +88,7 @@ class Rollouts:
         return score_episodes(played, self.reward, self.algorithm.on_reward_error)
 
     def _settings_at(self, step: int) -> RolloutSettings:
-        """The turn limit follows train.turns_schedule."""
+        """The settings with the turn limit of train.turns_schedule at this step."""
         schedule = self.train.turns_schedule
         if not schedule:
             return self.settings

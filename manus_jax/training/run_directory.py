@@ -1,9 +1,9 @@
-"""A run's directory: its config, metrics, model card, checkpoints and exports.
+"""The directory of a run: its config, metrics, model card, checkpoints and exports.
 
-The same command on the same directory resumes the run. A directory with other settings is refused
-with the differences, except for settings that may change (`config.binding.setting`), such as the
-number of steps, the devices and the servers. Only process 0 writes here. A lock keeps a second
-command from writing to the same directory.
+Running the same command on the same directory resumes the run. If the directory was created with
+other settings, an error lists the differences, except for settings that may change
+(`config.binding.setting`), such as the number of steps, the devices and the servers. Only process 0
+writes here. A lock prevents a second command from writing to the same directory.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class RunDirectoryError(UserError, ValueError):
 
 class RunDirectory:
     def __init__(self, path: str | Path, operative_config: str):
-        """Creates or opens `path`; raises if it holds a run with other settings."""
+        """Creates or opens `path`; raises if it contains a run with other settings."""
         self.path = Path(path).expanduser()
         self._metrics = self.path / "metrics.jsonl"
         self._writes = jax.process_index() == 0
@@ -60,14 +60,14 @@ class RunDirectory:
 
     @property
     def warm_start(self) -> Path:
-        """The run directory of the fine-tuning before the first step."""
+        """The run directory of the fine-tuning that precedes the first step."""
         return self.path / "warm_start"
 
     def export(self, step: int) -> Path:
         return self.path / "export" / str(step)
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Appends one line of JSON; it is on disk when this returns."""
+        """Appends one line of JSON and flushes it to disk."""
         if not self._writes:
             return
         with self._metrics.open("a") as file:
@@ -76,7 +76,7 @@ class RunDirectory:
             os.fsync(file.fileno())
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The complete lines; the last one may be incomplete after a kill."""
+        """The metrics of all complete lines; a killed run may leave an incomplete last line."""
         if not self._metrics.exists():
             return []
         lines = []
@@ -86,7 +86,7 @@ class RunDirectory:
         return lines
 
     def forget_metrics_after(self, step: int) -> None:
-        """Drops the lines of later steps, which a resumed run writes again."""
+        """Drops the lines of later steps, which the resumed run repeats."""
         if not self._writes:
             return
         kept = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
@@ -94,7 +94,7 @@ class RunDirectory:
 
 
 def _lock(path: Path) -> TextIO:
-    """An open file with an exclusive lock, which ends with the process, even after `kill -9`."""
+    """An open file with an exclusive lock, which is released when the process ends."""
     file = (path / ".lock").open("a")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,16 +103,16 @@ def _lock(path: Path) -> TextIO:
             raise RunDirectoryError(
                 f"another process is using {path}: wait until it ends, or choose another run_dir"
             ) from None
-        # Some file systems have no locks; other processes cannot be detected there.
+        # The file system does not support locks, so other processes cannot be detected.
     return file
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turns a full or missing disk within the block into a RunDirectoryError of one line."""
+    """Converts disk errors in the block, such as a full disk, to a one-line RunDirectoryError."""
     try:
         yield
-    except Exception as error:  # libraries wrap the OSError, or only quote its message
+    except Exception as error:  # libraries wrap the OSError or only include its message
         reason = _disk_reason(error)
         if reason is None:
             raise
@@ -123,7 +123,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def _disk_reason(error: BaseException | None) -> str | None:
-    """The system's message about the disk, if that caused the error."""
+    """The operating system's message if a disk problem caused the error, else None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _DISK:
             return str(error)

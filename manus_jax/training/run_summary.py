@@ -54,7 +54,7 @@ def print_summary(directory: RunDirectory, baselines: tuple[str, ...], next_comm
 def progress_table(
     first: Mapping[str, Any], last: Mapping[str, Any], baselines: tuple[str, ...]
 ) -> Table:
-    """Validation results before and after training, and of the baselines."""
+    """A table of validation results before and after training, and of the baselines."""
     table = Table(title="On the held-out tasks", title_justify="left")
     table.add_column("policy")
     for title in _COLUMNS.values():
@@ -76,7 +76,7 @@ def _sample_episodes(directory: RunDirectory, step: int) -> list[Trajectory]:
     if not path.exists():
         return []
     played = trajectories(list(read_trajectories(path)))
-    played.sort(key=lambda t: -len(t.turns))  # stable for equal lengths
+    played.sort(key=lambda t: -len(t.turns))  # stable sort: equal lengths keep their order
     won = [t for t in played if t.success]
     lost = [t for t in played if not t.success]
     return [*won[:2], *lost[:1], *won[2:], *lost[1:]][:3]

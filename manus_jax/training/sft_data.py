@@ -1,4 +1,4 @@
-"""Conversations as batches for supervised fine-tuning: exact tokens, loss on assistant turns."""
+"""Batches of conversations for supervised fine-tuning, with loss on assistant turns only."""
 
 import functools
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from manus_jax.rollout.batch import padded
 
 
 class Encoder:
-    """Tasks to token sequences; each conversation is tokenized once."""
+    """Tokenizes the conversations of tasks, each of them once."""
 
     def __init__(self, stream: ChatStream):
         self._stream = stream
@@ -31,7 +31,7 @@ class Encoder:
 def read_conversations(
     data: DataSettings,
 ) -> tuple[list[tuple[str, list[Task], float]], list[Task]]:
-    """Weighted training sources without the held-out conversations, and these."""
+    """The weighted training sources, and the held-out conversations, which they exclude."""
     if not data.train_files:
         raise DatasetError("data.train_files is empty: name a file of conversations to learn from")
     held_out = read_tasks(data.val_files, needs="conversation") if data.val_files else []
@@ -39,7 +39,7 @@ def read_conversations(
     for index, path in enumerate(data.train_files):
         tasks = without(read_tasks(path, needs="conversation"), held_out)
         weight = data.train_weights[index] if data.train_weights else float(max(1, len(tasks)))
-        # The folder is left out: the order of the data must not depend on it.
+        # Without the folder, because the order of the data must not depend on it.
         sources.append((f"{index}:{Path(path).name}", tasks, weight))
     for task in (t for tasks in (*(s[1] for s in sources), held_out) for t in tasks):
         if not any(m.train for m in task.messages):
@@ -52,8 +52,8 @@ def fit(
 ) -> tuple[list[EncodedConversation], dict[str, float]]:
     """The conversations that fit into a row of `length` tokens, and how many were changed.
 
-    One that is too long is an "error", is left out ("drop"), or keeps the whole turns that fit
-    ("cut"; if not even the first assistant turn fits, it is left out).
+    A conversation that is too long raises ("error"), is dropped ("drop"), or is cut after the last
+    turn that fits ("cut"; it is dropped if the first assistant turn does not fit).
     """
     kept, dropped, cut = [], 0, 0
     for index, conversation in enumerate(conversations):

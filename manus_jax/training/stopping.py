@@ -1,8 +1,8 @@
 """Stopping on request: the current step is finished and saved; a second request stops at once.
 
-SIGINT comes from a person at the keyboard, SIGTERM from a scheduler that wants the machine back.
-With a single process both are recorded here, and the loop looks between two steps. With several,
-JAX records SIGTERM on any host and makes all processes stop after the same step.
+Requests are SIGINT (Ctrl-C) and SIGTERM (preemption by a scheduler). With a single process both are
+recorded here, and the loop checks for them between steps. With several processes, JAX records a
+SIGTERM on any host and makes all processes stop after the same step.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ from manus_jax.training.job import Job
 
 
 class StopRequest:
-    """`signal_number` is the first signal that arrived; None so far."""
+    """`signal_number` is the first signal received, or None."""
 
     def __init__(self, job: Job) -> None:
         self.signal_number: int | None = None
         self._job = job
 
     def after_step(self) -> bool:
-        """Whether to stop now; asked once before the first step and once after each step."""
+        """Whether to stop now; called once before the first step and once after each step."""
         if self.signal_number is None and self._job.count > 1 and self._job.preempted():
             self.signal_number = signal.SIGTERM
         return self.signal_number is not None

@@ -1,8 +1,8 @@
-"""Supervised fine-tuning on agent conversations, with the learner of reinforcement learning.
+"""Supervised fine-tuning on agent conversations, with the same learner as RL training.
 
 Conversations become exact tokens through the model's own chat template, with loss on the
 assistant's turns only; each update packs a batch of them. Everything that determines the next
-update is in the checkpoint, so a killed run continues as if nothing had happened.
+update is in the checkpoint, so a killed run resumes with identical updates.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ from manus_jax.weights.host_tensors import gather_to_host
 
 
 def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
-    """Trains to `sft.total_steps`, from the newest checkpoint if there is one; final metrics."""
+    """Trains to `sft.total_steps` from the newest checkpoint, if any; returns the last metrics."""
     sft, data = config.sft, config.data
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
     compute = make_compute(**dataclasses.asdict(config.compute), mesh=mesh)
@@ -87,7 +87,7 @@ def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
     validate = _validation(learner, held_out_kept, sft.batch_size, data.max_length)
 
     def next_batch() -> tuple[DataProto, dict[str, float], dict[str, Any]]:
-        """The next batch, its counts, and the cursor behind it."""
+        """The next batch, its counts, and the cursor after it."""
         conversations = [encode(t) for t in mixture.next_batch(sft.batch_size)]
         batch, counts = _fitted_batch(conversations, data)
         return batch, counts, mixture.state()
@@ -112,7 +112,7 @@ def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
             assert upcoming is not None
             batch, counts, cursor = upcoming
             finish = learner.start_update(batch)
-            # The next batch is tokenized and packed while the device works.
+            # The next batch is tokenized and packed while the device computes.
             upcoming = next_batch() if step < sft.total_steps else None
             means = finish()
             seconds = time.monotonic() - began
@@ -150,7 +150,7 @@ def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
 
 
 def _from_scratch(config: SftConfig, texts: Any, directory: RunDirectory, job: Job) -> PolicySource:
-    """A new model; process 0 trains the tokenizer, the others read it."""
+    """A new model; process 0 trains the tokenizer, and the other processes read it."""
     scratch = config.scratch
     assert scratch is not None
     make = lambda: loading.from_scratch(scratch, texts, config.sft.seed, directory.model)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Measures the time of each phase of a step."""
 
 import contextlib
 import time
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 class Timer:
-    """Seconds by phase of one step; `other` is what no phase accounts for, so that they add up."""
+    """Seconds per phase of one step; `other` is the time outside all phases."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()

@@ -2,12 +2,13 @@
 
 Each step plays `batch_size` tasks `group_size` times with the current weights, turns the episodes
 into per-token advantages, updates the policy (and the critic), and gives the new weights to the
-engine as a new version. The recipe determines the algorithm; the loop does not know it. Everything
-that determines the next step is in the checkpoint: states, task cursor, KL controller. Random
-numbers are derived from the seed and the step, so a resumed run neither repeats nor skips any.
+engine as a new version. The recipe determines the algorithm; the loop is independent of it.
+Everything that determines the next step is in the checkpoint: states, task cursor, KL controller.
+Random numbers are derived from the seed and the step, so a resumed run neither repeats nor skips
+any.
 
-Every process of a job runs this loop on the same batch. Process 0 owns the rollouts and writes the
-run directory.
+Every process of a job runs this loop on the same batch. Process 0 also runs the rollouts and writes
+the run directory.
 """
 
 import dataclasses
@@ -75,7 +76,7 @@ class Trainer:
             self.kl = AdaptiveKL(self.recipe.kl_coef, algorithm.target_kl, algorithm.kl_horizon)
 
     def step(self, step: int, timer: Timer) -> tuple[dict[str, float], int]:
-        """One step: its metrics, and how many of its updates had no finite gradient."""
+        """Runs one step; returns its metrics and the number of skipped updates."""
         played: list[Outcome] = []
         batch = self.job.from_primary(lambda: self._play(step, timer, played))
         metrics = dict(batch.meta_info["metrics"])
@@ -99,7 +100,7 @@ class Trainer:
                     batch, self.recipe, self.kl, self.algorithm.similarity
                 )
             metrics |= advantage_metrics
-        finally:  # the episodes are kept, whatever happens to them
+        finally:  # the episodes are written even if a later computation fails
             if self.job.primary:
                 directory = self.directory.path / "trajectories"
                 write_trajectories(directory, step, played, _advantages_by_uid(batch))
@@ -124,7 +125,7 @@ class Trainer:
         return metrics, sum(int(m["update_skipped"]) for m in (*actor, *critic))
 
     def run(self) -> dict[str, float]:
-        """Trains to `total_steps`, from the newest checkpoint if there is one; last metrics."""
+        """Trains to `total_steps` from the newest checkpoint, if any; returns the last metrics."""
         train = self.train
         start = self._restore()
         last: dict[str, float] = {}
@@ -167,7 +168,7 @@ class Trainer:
                 self.directory.append_metrics({"step": step, **metrics})
                 log(step, metrics)
                 last |= metrics
-                # The report shows the metrics of its step, so its time counts for the next one.
+                # The report contains the metrics of this step, so its time counts for the next one.
                 timer = Timer()
                 if testing or stopping:
                     with timer.phase("report"):
@@ -181,7 +182,7 @@ class Trainer:
         return last
 
     def export(self) -> None:
-        """Writes the final policy as a Hugging Face directory, unless it is there already."""
+        """Writes the final policy as a Hugging Face directory, unless it already exists."""
         export = self.directory.export(self.train.total_steps)
         if not export.exists():
             params = gather_to_host(self.policy.state.params, self.job.primary)
@@ -189,7 +190,7 @@ class Trainer:
             self.job.on_primary(lambda: save_hf(params, card, export))
 
     def update_engine(self, version: int) -> dict[str, float]:
-        """Gives the policy's weights to the engine; the metrics of engine and environments."""
+        """Sends the policy's weights to the engine; returns engine and environment metrics."""
         params = gather_to_host(self.policy.state.params, self.job.primary)
 
         def update() -> dict[str, float]:
@@ -202,7 +203,7 @@ class Trainer:
         return self.job.on_primary(update) or {}
 
     def _play(self, step: int, timer: Timer, played: list[Outcome]) -> DataProto:
-        """On process 0: the batch of a step, with metrics; what was played goes to `played`."""
+        """On process 0: the batch of a step, with metrics; appends all outcomes to `played`."""
         assert self.rollouts is not None
         with timer.phase("gen"):
             groups = self.rollouts.take(step)
@@ -213,7 +214,7 @@ class Trainer:
             with timer.phase("gen_greedy"):
                 greedy = self.rollouts.greedy_rewards(step, groups.episodes)
             host = batch.non_tensor_batch
-            # An episode whose greedy counterpart failed is its own baseline.
+            # If the greedy episode failed, the baseline is the episode's own reward.
             rewards = [
                 greedy.get(group, own)
                 for group, own in zip(host["group_id"], host["episode_reward"], strict=True)
@@ -253,7 +254,7 @@ class Trainer:
             return
         try:
             write_report(self.directory.path)
-        # Whatever is wrong with the page, training continues.
+        # A failure to write the report must not stop training.
         except Exception as error:
             line.say(escape(f"report.html was not written: {type(error).__name__}: {error}"))
 
@@ -267,7 +268,7 @@ class Trainer:
         host = {
             "mixture": self.rollouts.mixture.state() if self.rollouts is not None else {},
             "kl_controller": controller_to_json(self.kl),
-            "metrics": metrics,  # a kill may come before they are in their file
+            "metrics": metrics,  # the run may be killed before they are appended to metrics.jsonl
         }
         states = {name: learner.state for name, learner in self._learners.items()}
         self.checkpoints.save(step, states, host, float(np.mean(rates)) if rates else None)
@@ -303,7 +304,7 @@ def _advantages_by_uid(batch: DataProto) -> dict[str, list[np.ndarray]]:
 def update_metrics(
     actor: Sequence[Mapping[str, float]], critic: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Means over the updates of a step."""
+    """Metric means over the updates of a step."""
     metrics = {}
     for prefix, updates in (("actor", actor), ("critic", critic)):
         for name in updates[0] if updates else ():

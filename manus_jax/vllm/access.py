@@ -1,10 +1,10 @@
 """Access control of vLLM servers: an API key, and private interfaces only.
 
 vLLM's routes for reinforcement learning call methods of its workers, and vLLM's own key does not
-protect them. A server that others can reach therefore gets `KeyedRoutes`, which requires the key on
-every route except /health. The key comes from a file or the environment, where other users of the
-machine cannot read it, never from a command line or a config. Also runs in vLLM's environment,
-without JAX.
+protect them. A server that is reachable from other machines therefore runs `KeyedRoutes`, which
+requires the key on every route except /health. The key comes from a file or the environment, which
+other users of the machine cannot read, never from a command line or a config. This module also runs
+in vLLM's environment, without JAX.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class AccessError(EngineError):
 
 
 def read_api_key(file: str | Path | None) -> str | None:
-    """The key in the file if one is given, else that of the environment, else None."""
+    """The key in the file, if given, else the key in the environment, else None."""
     if file is None:
         key, where = os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE
         if not key:

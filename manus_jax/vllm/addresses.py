@@ -3,7 +3,7 @@
 One URL per line; empty lines and # comments are ignored, so the file can also be edited by hand. It
 is replaced, never written in place, and a server checks every few seconds that its line is still
 there: on a file system whose locks do not work across machines, a line lost in a concurrent write
-is restored. Imports no JAX.
+is restored. This module does not import JAX.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ class AddressFollower:
     Args:
       path: the file.
       known: the servers that are already known.
-      every: seconds between two reads; None: two.
+      every: seconds between two reads; None: 2.
     """
 
     def __init__(self, path: Path, known: list[str], every: float | None = None) -> None:

@@ -1,8 +1,8 @@
 """One vLLM server over HTTP: tokens in and out, and new weights while it runs.
 
-Uses vLLM's token-in-token-out route and its routes for reinforcement learning. Errors say what is
-at fault: the request, which every server would refuse, or the server, in which case another server
-can take the request.
+Uses vLLM's token-in-token-out route and its routes for reinforcement learning. Errors distinguish
+an invalid request, which every server would refuse, from a failed server, in which case another
+server can take the request.
 """
 
 import contextlib
@@ -116,7 +116,7 @@ class VllmServer:
         self._call("GET", "/health", self._settings.check_timeout)
 
     def weight_label(self) -> str:
-        """The label of the weights. The engine answers between two steps, so it may take long."""
+        """The label of the loaded weights. May be slow: the engine responds between two steps."""
         answer = self._call("GET", "/weight_info", self._settings.generate_timeout)
         with self._parsing():
             return str(answer["weight_version"])
@@ -132,9 +132,10 @@ class VllmServer:
         return _prefix_cache(answer.text)
 
     def generate(self, request: Request, request_id: str, other_weights: int | None) -> Generation:
-        """Tokens from weights that were not pushed get the version `other_weights`; None: an error.
+        """Generates tokens; those from unpublished weights get the version `other_weights`.
 
-        `request_id` can be given to `abort`.
+        With `other_weights` None, unpublished weights are an error. `request_id` is the argument of
+        `abort`.
         """
         how = request.sampling
         sampling = {
@@ -146,7 +147,7 @@ class VllmServer:
             "seed": request.seed,
             "logprobs": 0,
             "stop_token_ids": list(how.stop_ids),
-            "ignore_eos": True,  # stop exactly where the request says, like every engine
+            "ignore_eos": True,  # only the stop tokens of the request count, as in every engine
         }
         if how.stop_strings:
             sampling["stop"] = list(how.stop_strings)
@@ -240,7 +241,7 @@ class VllmServer:
 
     @contextlib.contextmanager
     def _parsing(self) -> Iterator[None]:
-        """Turns errors in reading an answer into ServerFailure."""
+        """Converts errors in parsing a response to ServerFailure."""
         try:
             yield
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -277,11 +278,11 @@ class VllmServer:
         return answer
 
     def break_off(self) -> None:
-        """Generations in flight fail now with ServerFailure."""
+        """Makes generations in flight fail at once with ServerFailure."""
         self._generations.break_off()
 
     def close(self) -> None:
-        """Every call in flight fails now, and so do later ones."""
+        """Makes all calls in flight, and all later calls, fail."""
         self._control.close()
         self._generations.close()
 

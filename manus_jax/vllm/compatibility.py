@@ -1,4 +1,4 @@
-"""Whether a vLLM server can be used by a pool: its context, its plug-in and its model."""
+"""Checks that a pool can use a vLLM server: its context length, plug-in and model."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def check_compatible(
 
 
 def difference(model: Architecture, served: Mapping[str, Any]) -> str | None:
-    """How a served model, given its `config.json`, differs; None if it computes the same."""
+    """How a served model, given its `config.json`, differs; None if it is equivalent."""
     try:
         other = from_hf_config(dict(served), "its config.json")
     except ModelError as error:

@@ -1,7 +1,7 @@
 """Splits one machine's GPUs between the learner and the vLLM servers that it starts.
 
 A process sees the GPUs that CUDA_VISIBLE_DEVICES names. The split is computed before any process
-initialises CUDA, because nothing else keeps two processes off the same GPU.
+initialises CUDA, because nothing else prevents two processes from using the same GPU.
 """
 
 import dataclasses
@@ -56,8 +56,8 @@ def split_gpus(
 ) -> GpuSplit:
     """Gives `wanted` GPUs, a number or names, to the servers and the rest to the learner.
 
-    A number takes the last ones. With `shared` the servers may take all GPUs, and the learner then
-    uses the same ones.
+    A number selects the last GPUs. With `shared` the servers may take all GPUs, and the learner
+    then uses the same ones.
     """
     if isinstance(wanted, int):
         names = tuple(visible[len(visible) - wanted :]) if wanted <= len(visible) else ()

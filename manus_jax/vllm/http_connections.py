@@ -1,7 +1,7 @@
-"""An HTTP session whose requests in flight can be broken off from another thread.
+"""An HTTP session whose requests in flight can be aborted from another thread.
 
-A request to a server that hangs would otherwise hold its worker thread, and the end of the program,
-until it times out.
+A request to a hanging server would otherwise block its worker thread, and the exit of the program,
+until its timeout.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 
 class BreakableSession:
-    """Thread-safe. Proxies are not used."""
+    """An HTTP session; thread-safe, without proxies."""
 
     def __init__(self, headers: dict[str, str]) -> None:
         self._lock = threading.Lock()
@@ -42,7 +42,7 @@ class BreakableSession:
         return self._session.request(method, url, json=body, timeout=timeout)
 
     def break_off(self) -> None:
-        """Requests in flight fail now with requests.ConnectionError; later ones reconnect."""
+        """Makes requests in flight fail with requests.ConnectionError; later ones reconnect."""
         with self._lock:
             connections = list(self._open)
         for connection in connections:
@@ -52,7 +52,7 @@ class BreakableSession:
                     sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Breaks off requests in flight; later ones fail."""
+        """Aborts requests in flight; later ones fail."""
         with self._lock:
             self._closed = True
         self.break_off()

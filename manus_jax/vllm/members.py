@@ -1,4 +1,4 @@
-"""What a pool keeps for each of its vLLM servers and for each request."""
+"""The records that a pool keeps for each vLLM server and each request."""
 
 import dataclasses
 import threading
@@ -30,19 +30,19 @@ class Member:
 
     server: VllmServer
     state: VllmServerState
-    weights: Identity | None = None  # the version it was last given
+    weights: Identity | None = None  # the version that it last loaded
     incompatible: bool = False  # it cannot serve until it is started differently
     loading: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     counters: ServerCounters = dataclasses.field(default_factory=ServerCounters)
     cache: PrefixCache = dataclasses.field(default_factory=PrefixCache)
     busy_since: float = 0.0
     check_at: float = 0.0  # time of the next health check
-    attended: bool = False  # a check or a return to service is running
+    attended: bool = False  # the pool runs a maintenance task on it
     to_abort: list[str] = dataclasses.field(default_factory=list)
     aborting: bool = False
 
     def become(self, state: VllmServerState) -> None:
-        """Changes the state, and adds up the time with requests in flight."""
+        """Changes the state and updates the total time with requests in flight."""
         now = time.monotonic()
         if self.state.in_flight:
             self.counters.busy_seconds += now - self.busy_since

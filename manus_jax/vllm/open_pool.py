@@ -1,8 +1,8 @@
 """Opens the vLLM pool of a run from its settings (`vllm.*`).
 
 The servers run elsewhere (`urls`, `address_file`) or are started here (`servers`, `gpus`). Weights
-travel through a directory that learner and servers both see; for servers started here it may be a
-temporary one.
+are transferred through a directory shared by learner and servers; for servers started here it may
+be a temporary one.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ _STOP_SECONDS = 20.0
 def claim_gpus(settings: Any) -> Any:
     """Reserves the GPUs of vLLM servers; returns the settings with those GPUs by name.
 
-    JAX reads the environment when it starts its back end, so this must be called before. Settings
-    of other engines are returned unchanged.
+    JAX reads the environment when it initialises its back end, so this must be called earlier.
+    Settings of other engines are returned unchanged.
     """
     if not isinstance(settings, VllmSettings) or settings.gpus is None:
         return settings
@@ -85,7 +85,7 @@ def open_vllm(
     dtype: str,
     max_length: int,
 ) -> VllmPool:
-    """A pool with the given weights as version 0; closing it ends the servers started here.
+    """A pool with the given weights as version 0; closing it stops the servers started here.
 
     The API key of servers elsewhere comes from the environment. `card` may be None if the servers
     keep their weights; they may then serve any model.
@@ -181,7 +181,7 @@ def supervise(
                 arguments,
                 environment,
                 log=log,
-                parent_death_signal=signal.SIGTERM,  # on which it ends vLLM
+                parent_death_signal=signal.SIGTERM,  # the process then stops vLLM
             )
         )
     return ServerSupervisor(

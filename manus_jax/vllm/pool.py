@@ -1,10 +1,10 @@
 """An engine over any number of vLLM servers.
 
 `VllmPool` owns all state: the servers, the queue and the requests in flight, under one lock. A
-server is in service while it holds the current weights. There is one way into service, for a server
-that is new, was restarted, failed or missed an update: it loads the current version. Requests,
-health checks and aborts run on one bounded executor. Requests in flight on a server that fails are
-sent to another one with the same seed; an answer that arrives late is dropped.
+server is in service while it holds the current weights. A server that is new, was restarted, failed
+or missed an update enters service by loading the current version. Requests, health checks and
+aborts run on one bounded executor. Requests in flight on a server that fails are sent to another
+one with the same seed; an answer that arrives late is dropped.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from manus_jax.vllm.routing import VllmServerState
 from manus_jax.weights.manifest import Identity
 
 _log = logging.getLogger(__name__)
-_UPKEEP_WORKERS = 3  # per server: a check or a return to service, an update, an abort
+_UPKEEP_WORKERS = 3  # per server: a health check or `_bring_up`, an update, an abort
 _CLOSED = "the engine is closed"
 
 
@@ -56,12 +56,12 @@ class VllmPool:
     """An `Engine` over servers by URL.
 
     Args:
-      urls: servers that run, or will; more can be added, and any can be removed.
+      urls: the servers, running or not yet; servers can be added and removed later.
       max_length: tokens of a prompt and its generation together; a server with a shorter context
         is incompatible.
       publisher: publishes new weights, for `update_weights`.
-      root: where weights are published; None: the servers keep the weights that they have, which
-        are called version 0.
+      root: where weights are published; None: the servers keep their weights, which count as
+        version 0.
       target: the version in `root` that servers must hold.
       model: the architecture that servers must serve; None: any.
       api_key: the key of the servers.
@@ -157,7 +157,7 @@ class VllmPool:
             self._homes.pop(session, None)
 
     def update_weights(self, params: Any, version: int) -> None:
-        """Publishes, and returns when every server in service has loaded the version."""
+        """Publishes the weights; returns when every server in service has loaded them."""
         if self._publisher is None:
             raise EngineError("vllm.push is False: the servers of this pool keep their weights")
         self.load_version(self._publisher.publish(params, version).identity)
@@ -194,7 +194,7 @@ class VllmPool:
                     self._change.wait(1.0)
 
     def add_server(self, url: str) -> None:
-        """The server is used as soon as it holds the current weights."""
+        """Adds a server, which is used as soon as it holds the current weights."""
         url = url.rstrip("/")
         with self._change:
             if url not in self._members and self._closed is None:
@@ -204,7 +204,7 @@ class VllmPool:
                 self._change.notify_all()
 
     def remove_server(self, url: str) -> None:
-        """The server gets no more requests; those in flight on it are sent to others."""
+        """Removes a server; its requests in flight are sent to other servers."""
         url = url.rstrip("/")
         with self._change:
             member = self._members.get(url)
@@ -214,7 +214,7 @@ class VllmPool:
                 member.server.close()
 
     def close(self) -> None:
-        """Requests that wait or run fail."""
+        """Closes the pool; queued and running requests fail."""
         with self._change:
             self._closed = _CLOSED
             jobs = [*self._waiting, *self._flying]
@@ -246,7 +246,7 @@ class VllmPool:
         return numbers
 
     def _maintain(self) -> None:
-        """Checks servers in service, tries those that are not, and fails requests in vain."""
+        """Checks servers in service, retries the others, and fails requests after `patience`."""
         with self._change:
             while self._closed is None:
                 now = time.monotonic()
@@ -355,7 +355,7 @@ class VllmPool:
                 problem = self._problem(member)
         with self._change:
             if not self._is_current(job, attempt_id):
-                return  # it is served elsewhere, or the pool is closed
+                return  # another attempt replaced this one, or the pool is closed
             if problem is not None:
                 self._mark_down(member, problem)
                 return
@@ -471,7 +471,7 @@ class VllmPool:
             self._start(self._serve, job, member, job.attempt_id)
 
     def _attend(self, member: Member, work: Callable[[Member], None]) -> None:
-        """Runs upkeep of a server on a worker, one at a time per server."""
+        """Runs maintenance of a server on a worker, one task at a time per server."""
         member.attended = True
 
         def attended(_: "Future[None]") -> None:
@@ -487,15 +487,15 @@ class VllmPool:
         return started
 
     def _grow_workers(self) -> None:
-        """Keeps a worker for each request that the servers can run, and some for upkeep."""
+        """Provides a worker for each request that the servers can run, and some for maintenance."""
         members = self._members.values()
         count = sum(member.state.capacity + _UPKEEP_WORKERS for member in members)
         if count > self._worker_count:
-            self._workers.shutdown(wait=False)  # what was submitted still runs
+            self._workers.shutdown(wait=False)  # submitted work still runs
             self._workers, self._worker_count = ThreadPoolExecutor(count, "vllm"), count
 
     def _seconds_to_next(self, now: float) -> float:
-        """Seconds until some server needs attention, at most 1."""
+        """Seconds until the next maintenance task, at most 1."""
         idle = [member for member in self._members.values() if not member.attended]
         times = [m.check_at if m.state.ready else m.state.health.retry_at for m in idle]
         if self._waiting and not self._serves():

@@ -26,7 +26,7 @@ def publish_to_servers(
 ) -> None:
     """Publishes checkpoints of `run` in `to` and loads each version on the servers.
 
-    `poll`: seconds between two looks for a new checkpoint; None publishes the newest and returns
+    `poll`: seconds between two checks for a new checkpoint; None publishes the newest and returns
     when all servers hold it. `report` gets a line for each version.
     """
     with contextlib.ExitStack() as stack:

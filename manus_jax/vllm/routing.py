@@ -1,4 +1,4 @@
-"""Which server gets a request: a state machine without I/O, locks or clock.
+"""Selects the server for a request: a state machine without I/O, locks or clock.
 
 A session stays on one server, whose cache holds its earlier turns, unless that server is out of
 service or much more loaded than another. A server is in service only while it holds the pool's
@@ -30,7 +30,7 @@ def choose(
 ) -> VllmServerState | None:
     """The server for a session that was on `home`; None while none has room.
 
-    The session moves when its server has over `imbalance` requests more than the least loaded one.
+    The session moves if its server has over `imbalance` more requests than the least loaded one.
     """
     open_now = [s for s in states if s.ready and s.in_flight < s.capacity]
     if not open_now:
@@ -64,5 +64,5 @@ def went_down(
 
 
 def due(state: VllmServerState, now: float) -> bool:
-    """The server is out of service and may be tried again."""
+    """Whether the server is out of service and may be tried again."""
     return not state.ready and state.health.may_retry(now)

@@ -1,8 +1,8 @@
-"""The vLLM server process behind `manus_jax.serve`: its command, its environment and its life.
+"""The vLLM server process behind `manus_jax.serve`: its command, environment and lifecycle.
 
 It is vLLM's own server with the options that reinforcement learning needs: log-probs of the
-distribution that is sampled from, tokens in and out, and the plug-in that takes new weights.
-Imports no JAX.
+distribution that is sampled from, tokens in and out, and the plug-in that takes new weights. This
+module does not import JAX.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Environment prompts: what the agent is told before the first observation.
+"""Environment prompts: the instructions that precede the first observation.
 
 Each environment has a file `<name>.toml` in this folder with the rules of the game, its actions and
 an example turn. How an answer must be written depends on the parser, so that text belongs to the
@@ -21,7 +21,7 @@ class Example:
 
 @dataclass(frozen=True)
 class EnvironmentPrompt:
-    """What the agent is told about one environment."""
+    """The instructions for one environment."""
 
     instruction: str
     actions: tuple[str, ...]
