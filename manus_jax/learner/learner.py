@@ -22,6 +22,7 @@ from manus_jax.learner.update import (
     Objective,
     Params,
     TrainState,
+    abstract_state,
     init_state,
     make_evaluate,
     make_forward,
@@ -69,9 +70,7 @@ class Learner:
     def abstract_state(self) -> TrainState:
         """Shapes and shardings of the state, for restoring a checkpoint."""
         shardings = state_shardings(self.spec.shapes, self.spec.optimizer, self.mesh)
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.state, shardings
-        )
+        return abstract_state(self.state, shardings)
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Takes one optimizer step on the batch; returns metric means over its trained tokens."""

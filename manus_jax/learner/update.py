@@ -52,6 +52,13 @@ def state_shardings(
     )
 
 
+def abstract_state(state: TrainState, shardings: TrainState) -> TrainState:
+    """The shapes and dtypes of `state` (arrays or shapes) with the given shardings."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
+    )
+
+
 def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """The initial state; `params` are moved to their shardings and must not be used afterwards."""
     shardings = state_shardings(params, optimizer, mesh)

@@ -103,13 +103,6 @@ class Checkpoints:
             states[part] = TrainState(loaded[params], rest["state"], rest["step"], rest["skipped"])
         return states, loaded["host"]
 
-    def preempted(self, step: int) -> bool:
-        """Whether a host is being preempted; all processes get the same answer at the same step.
-
-        Preemption is what JAX records: a SIGTERM on any host.
-        """
-        return self._manager.reached_preemption(step)
-
     def wait(self) -> None:
         """Waits until all saves are on disk; raises the error of a failed save."""
         self._manager.wait_until_finished()
@@ -127,10 +120,3 @@ def _items(part: str) -> tuple[str, str]:
 
 def _rest(state: TrainState) -> dict[str, Any]:
     return {"state": state.opt_state, "step": state.step, "skipped": state.skipped}
-
-
-def abstract_state(state: TrainState, shardings: TrainState) -> TrainState:
-    """The shapes and dtypes of `state` (arrays or shapes) with the given shardings."""
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
-    )

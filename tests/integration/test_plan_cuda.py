@@ -1,7 +1,7 @@
 """Plans for GPUs, compiled by JAX's CUDA plug-in; no GPU is needed.
 
-The plug-in lies in a folder of its own, `MANUS_JAX_CUDA_PLUGIN`, because JAX would otherwise look for
-GPUs in every test.
+The plug-in is in a folder of its own, `MANUS_JAX_CUDA_PLUGIN`, because JAX would otherwise look
+for GPUs in every test.
 """
 
 import json

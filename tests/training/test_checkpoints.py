@@ -12,13 +12,12 @@ import optax
 import pytest
 
 from manus_jax.learner.mesh import make_mesh
-from manus_jax.learner.update import init_state, state_shardings
+from manus_jax.learner.update import abstract_state, init_state, state_shardings
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.orbax_params import CheckpointError, find_checkpoint
 from manus_jax.models.transformer import Compute, Transformer, abstract_model, init_params
 from manus_jax.training.checkpoints import (
     Checkpoints,
-    abstract_state,
 )
 
 pytestmark = pytest.mark.slow
