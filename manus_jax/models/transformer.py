@@ -210,12 +210,15 @@ class Critic(nnx.Module):
         return jnp.pad(values[:, :-1], ((0, 0), (1, 0)))
 
 
+_TERMS_PER_SUM = 256
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def linear(x: jax.Array, weight: jax.Array, split_sum: bool = False) -> jax.Array:
     """`x` [..., in] times `weight` [out, in].
 
-    `split_sum` accumulates the two halves of each sum separately, which halves the number of terms
-    per sum and so reduces rounding error.
+    `split_sum` accumulates parts of each sum separately, at least two and of at most 256 terms,
+    which reduces rounding error.
 
     The backward pass forces its operands to be materialised. Otherwise XLA's CPU back end fuses the
     producer of an operand into the transposition for the weight gradient and recomputes it element
@@ -224,8 +227,11 @@ def linear(x: jax.Array, weight: jax.Array, split_sum: bool = False) -> jax.Arra
     product = functools.partial(jnp.einsum, "...i,oi->...o")
     if not split_sum:
         return product(x, weight)
-    half = x.shape[-1] // 2
-    return product(x[..., :half], weight[:, :half]) + product(x[..., half:], weight[:, half:])
+    terms = x.shape[-1]
+    parts = max(2, -(-terms // _TERMS_PER_SUM))
+    ends = [terms * part // parts for part in range(parts + 1)]
+    spans = [slice(*pair) for pair in itertools.pairwise(ends)]
+    return functools.reduce(jnp.add, (product(x[..., s], weight[:, s]) for s in spans))
 
 
 def _linear_forward(

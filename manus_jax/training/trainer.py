@@ -14,6 +14,7 @@ the run directory.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import optax
@@ -288,6 +289,14 @@ class Trainer:
         if start and all(line["step"] != start for line in self.directory.metrics()):
             self.directory.append_metrics({"step": start, **host["metrics"]})
         return start
+
+
+def write_report_or_say_why(run: Path, line: ProgressLine) -> None:
+    """Writes report.html; whatever is wrong with the page, training continues."""
+    try:
+        write_report(run)
+    except Exception as error:
+        line.say(escape(f"report.html was not written: {type(error).__name__}: {error}"))
 
 
 def _advantages_by_uid(batch: DataProto) -> dict[str, list[np.ndarray]]:

@@ -131,7 +131,9 @@ def test_mistakes_end_in_one_line_before_anything_is_written(tmp_path, data, cap
     args = [*no_scratch, *data, f"sft.run_dir = '{run_dir}'", "model.path = 'nowhere'"]
     text = error_of(capsys, monkeypatch, *(f"--gin_param={p}" for p in args))
     assert "model.path nowhere does not exist" in text
-    assert "scratch.vocab_size is set, and nothing" in error("model.path = 'nowhere'")
+    assert "scratch.vocab_size is set, but sft with model.path does not read it" in error(
+        "model.path = 'nowhere'"
+    )
     assert "needs 3 devices and there are 8" in error("mesh.data = 3", "mesh.fsdp = 1")
     assert "6 rows per micro-batch are not divisible" in error("data.rows = 6")
     bad = tmp_path / "bad.jsonl"
