@@ -251,13 +251,8 @@ class Trainer:
         return self.job.from_primary(validate).meta_info["metrics"]
 
     def _report(self, line: ProgressLine) -> None:
-        if not self.job.primary:
-            return
-        try:
-            write_report(self.directory.path)
-        # A failure to write the report must not stop training.
-        except Exception as error:
-            line.say(escape(f"report.html was not written: {type(error).__name__}: {error}"))
+        if self.job.primary:
+            write_report_or_say_why(self.directory.path, line)
 
     @functools.cached_property
     def _learners(self) -> dict[str, Learner]:
