@@ -122,10 +122,12 @@ def read_evaluate_config(files: Sequence[str], params: Sequence[str]) -> Evaluat
 
 def _read(command: str, config: type[C], files: Sequence[str], params: Sequence[str]) -> C:
     parse(files, params)
-    of_engines = frozenset[str]()
-    if hasattr(config, "engine_settings"):  # read later, when the engine is known
-        of_engines = setting_names(*engine_groups())
-    refuse_unread(command, lambda name: name not in READS[command] | of_engines, READS)
+    # The groups of engines are checked later, when the engine is known.
+    of_engines = setting_names(*engine_groups())
+    readers = {
+        name: read | of_engines if "engine.name" in read else read for name, read in READS.items()
+    }
+    refuse_unread(command, lambda name: name not in readers[command], readers)
     refuse_unused_macros()
     groups = _groups(config)
     built = dict(zip(groups, build(*groups.values()), strict=True))
