@@ -33,8 +33,7 @@ exec "$@"
 SRUN = r"""#!/usr/bin/env bash
 options=()
 while [[ $1 == --* ]]; do options+=("$1"); shift; done
-printf '%s ' "${options[@]}" "JAX_LOCAL_DEVICE_IDS=${JAX_LOCAL_DEVICE_IDS-}" >>ROOT/steps
-echo >>ROOT/steps
+echo "${options[@]}" "JAX_LOCAL_DEVICE_IDS=${JAX_LOCAL_DEVICE_IDS-}" >>ROOT/steps
 setsid "$@" &
 child=$!
 trap 'kill -TERM -- "-$child" 2>/dev/null' TERM
