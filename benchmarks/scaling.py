@@ -39,7 +39,7 @@ from manus_jax.planning.collectives import find_collectives, instructions
 from manus_jax.planning.compiling import (
     abstract_arguments,
     lower_update,
-    memory_of,
+    peak_bytes,
 )
 
 TRAINED = 0.25
@@ -83,7 +83,7 @@ def measure(arch: Architecture, layout: Layout, devices: int) -> dict[str, Any]:
     mesh = make_mesh(fsdp=devices, devices=jax.devices()[:devices])
     made = design(arch, layout, mesh)
     compiled = lower_update(made, mesh).compile()
-    memory = memory_of(compiled)
+    memory: Any = compiled.memory_analysis()
     tokens = layout.rows * layout.length // devices
     loops = (layout.micro_batches, math.ceil(TRAINED * tokens / chunk_size(tokens)))
     text = compiled.as_text() or ""
@@ -106,8 +106,8 @@ def measure(arch: Architecture, layout: Layout, devices: int) -> dict[str, Any]:
             c.sent * c.count for c in found if arch.num_layers in c.loops[1:2]
         ),
         "layer_collective_bytes_expected": layers,
-        "peak_memory": memory.peak,
-        "state": memory.arguments,
+        "peak_memory": peak_bytes(memory),
+        "state": memory.argument_size_in_bytes,
     }
 
 

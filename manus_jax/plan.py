@@ -55,10 +55,11 @@ def main(arguments: list[str]) -> None:
             print("\nNo remat policy, micro-batch or mesh fits on these chips: take more of them.")
         else:
             print("\nThe nearest settings that fit:")
-            print("\n".join(f"  --gin_param={line!r}" for line in found.lines))
+            nearest, lines = found
+            print("\n".join(f"  --gin_param={line!r}" for line in lines))
             print()
-            print(render(found.plan), end="")
-            figures["nearest"] = {"gin_params": list(found.lines), **as_json(found.plan)}
+            print(render(nearest), end="")
+            figures["nearest"] = {"gin_params": lines, **as_json(nearest)}
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
 

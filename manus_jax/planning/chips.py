@@ -5,8 +5,7 @@ sparsity.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 GIB = 2.0**30
 GB = 1e9
@@ -62,23 +61,3 @@ GPUS = {
     "A100": Chip("A100", "gpu", 312e12, 0.9 * 80 * GB, 2039e9, 300e9, 25e9, target=_AMPERE),
 }
 GPU_MEMORIES = {"80GB": "H100", "141GB": "H200"}
-
-
-def group_bandwidth(chip: Chip, members: Sequence[Any], shape: Sequence[int], node: int) -> float:
-    """Bytes/s that each device of the group `members` can send to the others.
-
-    TPU devices of one slice of this `shape` use one link per torus axis that the group extends
-    over, in both directions where the axis is a ring. GPUs are given by position and use NVLink
-    inside a machine of `node` GPUs. Other groups use the network.
-    """
-    if chip.kind == "gpu":
-        machines = {position // node for position in members}
-        return chip.link if len(machines) == 1 else chip.network
-    if len({getattr(d, "slice_index", 0) for d in members}) > 1:
-        return chip.network
-    total = 0.0
-    for axis, length in enumerate(shape):
-        extent = len({d.coords[axis] for d in members})
-        if extent > 1:
-            total += chip.link * (2 if extent == length and length % chip.wraps == 0 else 1)
-    return total or chip.link

@@ -37,21 +37,6 @@ class StateBytes:
     batch: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes on one device while the compiled update runs; `reused` outputs overwrite arguments."""
-
-    arguments: int
-    outputs: int
-    reused: int
-    temporaries: int
-    code: int
-
-    @property
-    def peak(self) -> int:
-        return self.arguments + self.outputs - self.reused + self.temporaries + self.code
-
-
 def abstract_arguments(spec: LearnerSpec, mesh: Mesh) -> tuple[TrainState, dict[str, Any], Any]:
     """Shapes and shardings of the arguments of `update(state, batch, used)`."""
     counter = jax.ShapeDtypeStruct((), jnp.int32)
@@ -88,8 +73,8 @@ def lower_update(spec: LearnerSpec, mesh: Mesh, platform: str | None = None) -> 
     return traced.lower(lowering_platforms=(platform,)) if platform else traced.lower()
 
 
-def compile_update(lowered: jax.stages.Lowered) -> tuple[Memory, str]:
-    """Memory and HLO text of the compiled update; `DoesNotFit` if the compiler refuses it."""
+def compile_update(lowered: jax.stages.Lowered) -> tuple[Any, str]:
+    """Memory statistics and HLO text of the compiled update; may raise `DoesNotFit`."""
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -98,23 +83,22 @@ def compile_update(lowered: jax.stages.Lowered) -> tuple[Memory, str]:
             raise
         raise DoesNotFit(float(found[1]) * _UNITS[found[2]]) from None
     try:
-        memory, text = memory_of(compiled), compiled.as_text()
+        stats, text = compiled.memory_analysis(), compiled.as_text()
     except jax.errors.JaxRuntimeError:
         raise ConfigError(
             "the installed libtpu does not match jaxlib; install the version that does: "
             "pip install 'manus-jax[plan]'"
         ) from None
     assert text is not None
-    return memory, text
+    return stats, text
 
 
-def memory_of(compiled: jax.stages.Compiled) -> Memory:
-    stats = compiled.memory_analysis()
-    assert stats is not None
-    return Memory(
-        stats.argument_size_in_bytes,
-        stats.output_size_in_bytes,
-        stats.alias_size_in_bytes,
-        stats.temp_size_in_bytes,
-        stats.generated_code_size_in_bytes,
-    )
+def new_outputs(stats: Any) -> int:
+    """Bytes of the outputs that do not overwrite arguments."""
+    return stats.output_size_in_bytes - stats.alias_size_in_bytes
+
+
+def peak_bytes(stats: Any) -> int:
+    """Bytes on one device while a compiled program runs."""
+    allocated = stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
+    return stats.argument_size_in_bytes + new_outputs(stats) + allocated

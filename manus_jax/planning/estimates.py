@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.log_probs import chunk_size
 from manus_jax.models.transformer import layer_shapes
-from manus_jax.planning.compiling import StateBytes
 
 # The products that the backward pass computes again, by remat policy (models/transformer.py).
 _RECOMPUTED = {
@@ -126,25 +125,24 @@ def saved_per_token(w: Workload) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one chip besides parameters and optimizer.
+    """Bytes of temporaries on one chip.
 
     `copies` are the parameters in the compute type and their gradients, `layer` and `head` the
     arrays in use while one layer or the LM head is computed.
     """
 
-    gradients: float
     copies: float
     activations: float
     layer: float
     head: float
 
     @property
-    def temporaries(self) -> float:
+    def total(self) -> float:
         return self.copies + self.activations + self.layer + self.head
 
 
-def estimate_memory(w: Workload, state: StateBytes) -> MemoryEstimate:
-    """Memory that an update needs at least; compilers took up to 1.7 times these temporaries."""
+def estimate_temporaries(w: Workload) -> MemoryEstimate:
+    """What an update needs at least; compilers took up to 1.7 times as much."""
     a, tokens = w.arch, w.chip_tokens
     layer = w.layer_parameters / w.tensor
     heads = (a.num_heads + a.num_kv_heads) * a.head_dim / w.tensor
@@ -156,7 +154,6 @@ def estimate_memory(w: Workload, state: StateBytes) -> MemoryEstimate:
     logits = 3 * w.chunk * a.vocab_size / w.tensor * 4
     head = w.head_parameters / w.tensor * (w.itemsize + 4) + 2 * tokens * a.hidden_size * 4
     return MemoryEstimate(
-        gradients=float(state.parameters),
         copies=2 * a.num_layers * layer / w.parameter_shards * w.itemsize,
         activations=a.num_layers * saved_per_token(w) * tokens,
         layer=live,

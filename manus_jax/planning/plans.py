@@ -7,7 +7,7 @@ collectives come from the compiled program where a compiler for the chips is ins
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from jax.sharding import Mesh
@@ -19,14 +19,14 @@ from manus_jax.learner.mesh import make_mesh
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import pick_implementation
 from manus_jax.planning import estimates
-from manus_jax.planning.chips import group_bandwidth
 from manus_jax.planning.collectives import BETWEEN_SLICES, find_collectives
 from manus_jax.planning.compiling import (
     DoesNotFit,
-    Memory,
     StateBytes,
     compile_update,
     lower_update,
+    new_outputs,
+    peak_bytes,
     state_bytes,
 )
 from manus_jax.planning.estimates import Workload
@@ -61,7 +61,6 @@ class UpdatePlan:
     compiled: bool
     workload: Workload
     state: StateBytes
-    gradients: float
     temporaries: float | None
     code: float
     peak: float
@@ -70,6 +69,11 @@ class UpdatePlan:
     peak_flops: float
     traffic: tuple[Traffic, ...]
     kernels: tuple[str, ...]
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of parameters, optimizer and gradients, which are stored like the parameters."""
+        return 2 * self.state.parameters + self.state.optimizer
 
     @property
     def needed(self) -> float:
@@ -211,17 +215,16 @@ def _plan_update(
     mesh: Mesh,
     topology: Topology,
 ) -> UpdatePlan:
-    guess = estimates.estimate_memory(w, state)
-    temporaries: float | None = guess.temporaries
-    peak = state.parameters + state.optimizer + state.batch + guess.gradients + guess.temporaries
-    memory: Memory | None = None
+    guess = estimates.estimate_temporaries(w).total
+    temporaries: float | None = guess
+    peak, code = 2 * state.parameters + state.optimizer + state.batch + guess, 0
     traffic = _estimated_traffic(w, mesh, topology)
     if topology.compiles:
         try:
-            memory, text = compile_update(lowered)
-            peak = float(memory.peak)
-            kept = memory.outputs - memory.reused
-            temporaries = max(0.0, memory.temporaries + kept - guess.gradients)
+            stats, text = compile_update(lowered)
+            peak, code = float(peak_bytes(stats)), stats.generated_code_size_in_bytes
+            kept = stats.temp_size_in_bytes + new_outputs(stats)
+            temporaries = max(0.0, kept - state.parameters)  # the others are gradients
             traffic = _compiled_traffic(text, w, mesh, topology)
         except DoesNotFit as refused:
             peak, temporaries = refused.peak, None
@@ -230,9 +233,8 @@ def _plan_update(
         compiled=topology.compiles,
         workload=w,
         state=state,
-        gradients=guess.gradients,
         temporaries=temporaries,
-        code=float(memory.code) if memory else 0.0,
+        code=float(code),
         peak=peak,
         resident=resident,
         usable=topology.chip.usable,
@@ -258,7 +260,8 @@ def _compiled_traffic(
         if c.kind == BETWEEN_SLICES:
             chips, speed = topology.slices, topology.chip.network
         else:
-            chips, speed = len(c.group), _bandwidth([devices[i] for i in c.group], topology)
+            chips = len(c.group)
+            speed = topology.bandwidth([devices[i] for i in c.group])
         if c.kind == "collective-permute":
             speed *= 2  # XLA passes half of the parts around a ring in each direction
         sent = c.sent * c.count
@@ -271,18 +274,9 @@ def _estimated_traffic(w: Workload, mesh: Mesh, topology: Topology) -> tuple[Tra
     for e in estimates.estimate_exchanges(w):
         index = tuple(slice(None) if axis in e.axes else 0 for axis in mesh.axis_names)
         group = list(mesh.devices[index].flatten())
-        seconds = e.sent / (_bandwidth(group, topology) * LINK_UTILISATION)
+        seconds = e.sent / (topology.bandwidth(group) * LINK_UTILISATION)
         rows.append(Traffic(e.kind, len(group), e.count, e.sent, seconds))
     return _totals(rows)
-
-
-def _bandwidth(group: Sequence[Any], topology: Topology) -> float:
-    chip, shape = topology.chip, topology.shape
-    if chip.kind == "gpu":
-        return group_bandwidth(chip, [d.id for d in group], shape, shape[-1])
-    if not topology.compiles:  # CPU devices have no torus coordinates
-        return chip.link * min(len(shape), max(1, len(group) // 4))
-    return group_bandwidth(chip, group, shape, shape[-1])
 
 
 def _totals(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:

@@ -8,6 +8,7 @@ turned out to need, and the best are planned in full until one fits.
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.commands import TrainConfig
@@ -33,18 +34,9 @@ _FREE = 0.04  # share of the memory that a candidate's estimate must leave free
 _ROWS_PER_SHARD = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """A plan that fits, and the gin bindings that lead to it."""
-
-    plan: Plan
-    lines: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     config: TrainConfig
-    lines: tuple[str, ...]
+    lines: list[str]
     needed: float
     seconds: float
 
@@ -56,8 +48,11 @@ def nearest_that_fits(
     trained: float,
     plan: Plan,
     report: Callable[[str], None],
-) -> Found | None:
-    """The plan with the fewest changed settings, then the shortest time; None if nothing fits."""
+) -> tuple[Plan, list[str]] | None:
+    """A plan that fits, and the gin bindings that lead to it; None if nothing fits.
+
+    Takes the fewest changed settings, then the shortest time.
+    """
     candidates = [
         c
         for c in _candidates(for_platform(config, topology), arch, topology, trained, plan)
@@ -68,7 +63,7 @@ def nearest_that_fits(
         report(f"trying {', '.join(candidate.lines)}")
         found = make_plan(candidate.config, arch, topology, trained)
         if found.fits:
-            return Found(found, candidate.lines)
+            return found, candidate.lines
     return None
 
 
@@ -76,9 +71,8 @@ def _candidates(
     config: TrainConfig, arch: Architecture, topology: Topology, trained: float, plan: Plan
 ) -> Iterator[_Candidate]:
     fullest = max(plan.updates, key=lambda u: u.needed)
-    guess = estimates.estimate_memory(fullest.workload, fullest.state)
-    fixed = fullest.state.parameters + fullest.state.optimizer + guess.gradients
-    scale = max(1.0, (fullest.peak - fixed) / guess.temporaries)
+    guess = estimates.estimate_temporaries(fullest.workload).total
+    scale = max(1.0, (fullest.peak - fullest.fixed) / guess)
     chip, recipe = topology.chip, make_recipe(config.algorithm)
     for sizes in _mesh_sizes(config, topology):
         shaped = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **sizes))
@@ -102,13 +96,12 @@ def _candidates(
                 _with_rows(shaped, rows), compute=dataclasses.replace(config.compute, remat=remat)
             )
             w = workload_of(changed, arch, mesh, fullest.name == "policy", trained)
-            memory = estimates.estimate_memory(w, state)
-            needed = state.parameters + state.optimizer + memory.gradients
-            needed += scale * memory.temporaries + sum(fullest.resident.values())
+            needed = 2 * state.parameters + state.optimizer + sum(fullest.resident.values())
+            needed += scale * estimates.estimate_temporaries(w).total
             sent = sum(e.sent for e in estimates.estimate_exchanges(w))
             seconds = estimates.executed_flops(w) / (chip.flops * FLOPS_UTILISATION)
             seconds += sent / (chip.link * LINK_UTILISATION)
-            yield _Candidate(changed, tuple(lines), needed, seconds)
+            yield _Candidate(changed, lines, needed, seconds)
 
 
 def _with_rows(config: TrainConfig, rows: int) -> TrainConfig:

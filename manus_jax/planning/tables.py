@@ -79,7 +79,7 @@ def _memory_rows(update: UpdatePlan) -> list[tuple[str, float]]:
     else:
         rough = "" if update.compiled else ", at least"
         rows += [
-            ("gradients (float32)", update.gradients),
+            ("gradients (float32)", float(update.state.parameters)),
             (f"activations and temporaries{rough}", update.temporaries),
             ("batch", float(update.state.batch)),
         ]
@@ -164,7 +164,7 @@ def _update_json(u: UpdatePlan) -> dict[str, Any]:
         **{k: getattr(w, k) for k in ("micro_batches", "rows", "length", "remat", "tokens")},
         "memory": {
             **dataclasses.asdict(u.state),
-            "gradients": u.gradients,
+            "gradients": u.state.parameters,
             "temporaries": u.temporaries,
             "resident": u.resident,
             "peak": u.needed,

@@ -10,6 +10,7 @@ import importlib.util
 import math
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,6 +57,28 @@ class Topology:
     def platform(self) -> str:
         """The platform's name in JAX's lowering."""
         return "tpu" if self.chip.kind == "tpu" else "cuda"
+
+    def bandwidth(self, group: Sequence[Any]) -> float:
+        """Bytes/s that each device of a group can send to the others.
+
+        TPU devices of one slice use one link per torus axis that the group extends over, in both
+        directions where the axis is a ring; CPU devices that stand in for them have no place in
+        the torus. GPUs use NVLink inside a machine. Other groups use the network.
+        """
+        chip = self.chip
+        if chip.kind == "gpu":
+            machines = {d.id // self.shape[-1] for d in group}
+            return chip.link if len(machines) == 1 else chip.network
+        if not self.compiles:
+            return chip.link * min(len(self.shape), max(1, len(group) // 4))
+        if len({getattr(d, "slice_index", 0) for d in group}) > 1:
+            return chip.network
+        total = 0.0
+        for axis, length in enumerate(self.shape):
+            extent = len({d.coords[axis] for d in group})
+            if extent > 1:
+                total += chip.link * (2 if extent == length and length % chip.wraps == 0 else 1)
+        return total or chip.link
 
 
 def find_topology(name: str, slices: int = 1) -> Topology:

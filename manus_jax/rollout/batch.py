@@ -8,6 +8,7 @@ token id values.
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from manus_jax.algorithms.advantages import has_signal
+from manus_jax.algorithms.batch_advantages import group_numbers
 from manus_jax.algorithms.episode_tokens import EpisodeTokens
 from manus_jax.algorithms.reward_allocation import ALLOCATIONS, allocate
 from manus_jax.data_proto import DataProto
@@ -42,6 +45,10 @@ TokenColumn = Callable[[Trajectory, int], np.ndarray]
 """(trajectory, index of a segment) → one number per token of the segment, [T]."""
 
 _COLUMNS = ("sampler_log_probs", "token_level_rewards", "turn_ids", "versions")
+_EPISODE_COLUMNS = (
+    *("uid", "group_id", "turn_rewards", "observations"),
+    *("episode_reward", "env_reward", "success", "end_reason"),
+)
 _LATER = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns", "loss_weights")
 _SHAPE = ("input_ids", "attention_mask", "loss_mask", "episode_ids", "greedy_rewards")
 
@@ -56,6 +63,22 @@ class BatchError(UserError, ValueError):
 def token_columns() -> tuple[str, ...]:
     """The names of the per-token columns that `to_batch` creates."""
     return (*_COLUMNS, *TOKEN_COLUMNS)
+
+
+def drop_singleton_groups(episodes: Sequence[Trajectory]) -> list[Trajectory]:
+    """Drops episodes that are the only one of their group: the other members failed."""
+    sizes = Counter(e.group_id for e in episodes)
+    return [e for e in episodes if sizes[e.group_id] > 1]
+
+
+def drop_uniform_groups(episodes: Sequence[Trajectory]) -> list[Trajectory]:
+    """Drops groups whose environment rewards are all equal; reward shaping is not considered."""
+    if not episodes:
+        return []
+    outcomes = np.array([float(e.env_reward) for e in episodes], np.float32)
+    groups = group_numbers(np.array([e.group_id for e in episodes], object))
+    keep = has_signal(outcomes, groups, np.ones(len(episodes), bool))
+    return [e for e, k in zip(episodes, np.asarray(keep), strict=True) if k]
 
 
 def to_batch(
@@ -90,18 +113,12 @@ def to_batch(
         values = [_user_column(name, t, i) for _, t, i in rows]
         arrays[name] = pad(values, np.result_type(*values) if values else np.float32)
     host: dict[str, list[Any]] = {
-        "uid": [t.uid for _, t, _ in rows],
-        "group_id": [t.group_id for _, t, _ in rows],
         "env": [t.task.env for _, t, _ in rows],
         "item_id": [t.task.item_id for _, t, _ in rows],
         "segment": [i for _, _, i in rows],
-        "turn_rewards": [t.turn_rewards for _, t, _ in rows],
-        "observations": [t.observations for _, t, _ in rows],
-        "episode_reward": [t.episode_reward for _, t, _ in rows],
-        "env_reward": [t.env_reward for _, t, _ in rows],
-        "success": [t.success for _, t, _ in rows],
-        "end_reason": [t.end_reason for _, t, _ in rows],
     }
+    for name in _EPISODE_COLUMNS:
+        host[name] = [getattr(t, name) for _, t, _ in rows]
     batch = DataProto.from_dict(arrays, host)
     return batch.union(_token_rewards(batch, allocation))
 
@@ -142,18 +159,9 @@ def _token_rewards(batch: DataProto, allocation: RewardAllocation) -> DataProto:
         tokens.gather(np.asarray(batch.batch["turn_ids"])),
         tokens.per_episode(host["episode_reward"].astype(np.float32)),
         turn_rewards,
-        allocation.gamma,
+        jnp.float32(allocation.gamma),
     )
     return DataProto.from_dict({"token_level_rewards": tokens.scatter(np.asarray(placed))})
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _allocate(
-    name: str,
-    mask: jax.Array,
-    turn_ids: jax.Array,
-    totals: jax.Array,
-    turn_rewards: jax.Array,
-    gamma: float,
-) -> jax.Array:
-    return allocate(name, mask, turn_ids, totals, turn_rewards, jnp.float32(gamma))
+_allocate = jax.jit(allocate, static_argnums=0)

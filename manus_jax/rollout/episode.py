@@ -46,9 +46,13 @@ def play_episode(
 ) -> Outcome:
     """Plays an episode, with up to `pool.settings.attempts` attempts on infrastructure failures."""
     cancellation = cancellation or Cancellation()
-    attempt = 1
+    attempt = 0
     while True:
+        attempt += 1
         try:
+            if attempt > 1:
+                back_off = health_policy(pool.settings).back_off
+                cancellation.sleep(back_off.seconds(attempt - 1, random.random()))
             return _attempt(spec, agent, pool, settings, cancellation, attempt)
         except EnvironmentFailure as failure:
             kind, error, retryable = str(failure.kind), str(failure), failure.retryable
@@ -61,12 +65,6 @@ def play_episode(
         if not retryable or attempt >= pool.settings.attempts:
             _log.warning("episode %s is dropped (%s): %s", spec.uid, kind, error)
             return FailedEpisode(spec, kind, error, attempt)
-        back_off = health_policy(pool.settings).back_off
-        try:
-            cancellation.sleep(back_off.seconds(attempt, random.random()))
-        except Cancelled:
-            return FailedEpisode(spec, "cancelled", "the run was cancelled", attempt)
-        attempt += 1
 
 
 def _attempt(

@@ -151,36 +151,36 @@ class LLMPlayer:
         self._observations: list[str] = []  # index n: before turn n
         self._sampled: list[tuple[int, ...]] = []  # the tokens of each turn
         self._replies: list[list[int]] = []  # the tokens between a turn and the next
-        self._said: list[int] = []  # the latest prompt and the tokens sampled from it
+        self._previous: list[int] = []  # the latest prompt and the tokens sampled from it
         self.prompts_extended = 0
         self.prompts_forked = 0
 
     def observe(self, observation: str) -> str:
         # A server's JSON can hold lone surrogates, which tokenizers reject.
         whole = observation.encode("utf-8", "replace").decode("utf-8")
-        told = self._chat_tokenizer.shortened(whole, self._settings.max_observation_tokens)
-        self._observations.append(told)
+        text = self._chat_tokenizer.shortened(whole, self._settings.max_observation_tokens)
+        self._observations.append(text)
         if not self._sampled:
-            self._fork(self._chat_tokenizer.start(self._context.opening.messages(told)))
-            return told
-        self._replies.append(self._chat_tokenizer.extend(self._sampled[-1], told))
+            self._fork(self._chat_tokenizer.start(self._context.opening.messages(text)))
+            return text
+        self._replies.append(self._chat_tokenizer.extend(self._sampled[-1], text))
         kept = self._settings.memory_turns
         if kept is not None and len(self._sampled) > kept:
             self._fork(self._remembered(kept))
         else:
             self._streams[-1].add_given(self._replies[-1])
-        return told
+        return text
 
     def act(self, turn: int) -> Answer:
         stream = self._streams[-1]
         prompt = list(stream.ids)
-        if self._said:
-            extends = prompt[: len(self._said)] == self._said
+        if self._previous:
+            extends = prompt[: len(self._previous)] == self._previous
             self.prompts_extended += extends
             self.prompts_forked += not extends
         generation = self._generate(prompt, turn)
         stream.add_sampled(generation, turn)
-        self._said = list(stream.ids)
+        self._previous = list(stream.ids)
         self._sampled.append(generation.token_ids)
         return Answer(
             text=self._chat_tokenizer.decode(generation.token_ids),
@@ -225,7 +225,7 @@ class LLMPlayer:
 
     def _generate(self, prompt: list[int], turn: int) -> Generation:
         settings = self._settings
-        room = min(self._settings.max_total_tokens, self._engine.max_length) - len(prompt)
+        room = min(settings.max_total_tokens, self._engine.max_length) - len(prompt)
         most = min(settings.max_tokens_per_turn, room)
         if most < min(settings.min_turn_tokens, settings.max_tokens_per_turn):
             raise EndEpisode("context")

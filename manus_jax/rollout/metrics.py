@@ -34,7 +34,7 @@ def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
 def _episode_metrics(played: Sequence[Trajectory]) -> dict[str, float]:
     turns = [len(t.turns) for t in played]
     valid = [sum(turn.valid for turn in t.turns) for t in played]
-    said = [turn for t in played for turn in t.turns]
+    all_turns = [turn for t in played for turn in t.turns]
     spread: Mapping[str, Sequence[float]] = {
         "env/number_of_actions": turns,
         "episode/reward": [t.episode_reward for t in played],
@@ -51,9 +51,13 @@ def _episode_metrics(played: Sequence[Trajectory]) -> dict[str, float]:
         "env/ratio_of_valid_action": sum(valid) / max(1, sum(turns)),
         "episode/env_reward": _mean([t.env_reward for t in played]),
         "episode/success_rate": _mean([t.success for t in played]),
-        "response_length/clip_ratio": _mean([turn.cut for turn in said]),
-        "rollout/generation_seconds_per_turn": _mean([turn.generation_seconds for turn in said]),
-        "rollout/environment_seconds_per_turn": _mean([turn.environment_seconds for turn in said]),
+        "response_length/clip_ratio": _mean([turn.cut for turn in all_turns]),
+        "rollout/generation_seconds_per_turn": _mean(
+            [turn.generation_seconds for turn in all_turns]
+        ),
+        "rollout/environment_seconds_per_turn": _mean(
+            [turn.environment_seconds for turn in all_turns]
+        ),
         **{
             f"episode/ended_by/{reason}": _mean([t.end_reason == reason for t in played])
             for reason in sorted({t.end_reason for t in played})

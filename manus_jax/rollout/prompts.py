@@ -62,8 +62,8 @@ def _from_dataset(
 ) -> Opening:
     if not any(action_format.marker in message.content for message in prompt):
         first = prompt[0]
-        told = f"{first.content}\n\n{action_format.instruction}"
-        prompt = (dataclasses.replace(first, content=told), *prompt[1:])
+        content = f"{first.content}\n\n{action_format.instruction}"
+        prompt = (dataclasses.replace(first, content=content), *prompt[1:])
     *others, last = prompt
     if last.role != "user":
         return Opening(prompt, joined=False)

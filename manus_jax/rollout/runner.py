@@ -159,6 +159,6 @@ class _Run:
         except BaseException as error:  # including SystemExit: the caller waits for an outcome
             _log.exception("episode %s failed", spec.uid)
             where = traceback.extract_tb(error.__traceback__)[-1]
-            told = f"{type(error).__name__}: {error} (in {where.name})"
-            outcome = FailedEpisode(spec, "error", told)
+            message = f"{type(error).__name__}: {error} (in {where.name})"
+            outcome = FailedEpisode(spec, "error", message)
         self._ended.put((index, outcome))

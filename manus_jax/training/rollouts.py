@@ -11,7 +11,7 @@ from manus_jax.data.tasks import Task
 from manus_jax.engines.protocol import Engine
 from manus_jax.evaluation.play import EvaluationResult
 from manus_jax.rewards import RewardSettings
-from manus_jax.rollout.groups import drop_singleton_groups, drop_uniform_groups
+from manus_jax.rollout.batch import drop_singleton_groups, drop_uniform_groups
 from manus_jax.rollout.llm_player import EngineAgent
 from manus_jax.rollout.metrics import rollout_metrics
 from manus_jax.rollout.runner import run_episodes

@@ -10,8 +10,12 @@ from manus_jax.algorithms.kl import FixedKL
 from manus_jax.algorithms.recipes import RECIPES
 from manus_jax.data.tasks import Task
 from manus_jax.data_proto import DataProto
-from manus_jax.rollout.batch import RewardAllocation, to_batch
-from manus_jax.rollout.groups import drop_singleton_groups, drop_uniform_groups
+from manus_jax.rollout.batch import (
+    RewardAllocation,
+    drop_singleton_groups,
+    drop_uniform_groups,
+    to_batch,
+)
 from manus_jax.rollout.trajectory import EpisodeSpec, Segment, Trajectory, Turn
 
 LAST = RewardAllocation("last_token")

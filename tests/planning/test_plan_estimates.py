@@ -5,9 +5,9 @@ import pytest
 from manus_jax.models.architecture import Architecture, ModelError
 from manus_jax.planning import estimates
 from manus_jax.planning.architectures import find_architecture
-from manus_jax.planning.chips import TPUS, group_bandwidth
-from manus_jax.planning.compiling import StateBytes
+from manus_jax.planning.chips import TPUS
 from manus_jax.planning.estimates import Workload
+from manus_jax.planning.topologies import Topology
 
 # q 4x8=32 wide, k and v 16, MLP 64: 32*16 + 2*16*16 + 16*32 + 3*64*16 = 4,608 a layer.
 SMALL = Architecture("qwen2", 100, 16, 64, 3, 4, 2, 8, qkv_bias=True, tie_embeddings=False)
@@ -90,13 +90,11 @@ def test_what_a_layer_keeps_of_a_token_follows_the_policy():
 
 
 def test_memory_of_activations_is_split_over_chips_and_grows_with_rows():
-    state = StateBytes(parameters=1000, optimizer=2000, batch=10)
-    memory = estimates.estimate_memory(workload(), state)
-    assert memory.gradients == 1000
+    memory = estimates.estimate_temporaries(workload())
     # 8 x 128 tokens over 4 chips, three layers, 32 bytes each.
     assert memory.activations == 3 * 32 * 8 * 128 / 4
     assert memory.copies == 2 * 2 * 3 * LAYER / 4
-    doubled = estimates.estimate_memory(workload(rows=16), state)
+    doubled = estimates.estimate_temporaries(workload(rows=16))
     assert doubled.activations == 2 * memory.activations
     assert doubled.copies == memory.copies
 
@@ -129,9 +127,10 @@ def test_a_groups_bandwidth_follows_the_links_of_its_torus():
     v5e = TPUS["v5e"]
     row = [Place(x, 0) for x in range(8)]
     square = [Place(x, y) for x in range(8) for y in range(8)]
-    assert group_bandwidth(v5e, row, (8, 8), 8) == 45e9
-    assert group_bandwidth(v5e, square, (8, 8), 8) == 90e9
+    slice_of = lambda *shape: Topology("v5e", v5e, shape, slices=1, devices=(), compiles=True)
+    assert slice_of(8, 8).bandwidth(row) == 45e9
+    assert slice_of(8, 8).bandwidth(square) == 90e9
     # A whole side of 16 chips is a ring: both directions.
     ring = [Place(x, 0) for x in range(16)]
-    assert group_bandwidth(v5e, ring, (16, 16), 16) == 90e9
-    assert group_bandwidth(v5e, [Place(0, 0), Place(0, 0, 1)], (8, 8), 8) == v5e.network
+    assert slice_of(16, 16).bandwidth(ring) == 90e9
+    assert slice_of(8, 8).bandwidth([Place(0, 0), Place(0, 0, 1)]) == v5e.network
