@@ -1,11 +1,13 @@
 """Charts of metrics: grouping into charts, downsampling, time per phase, validation tables.
 
-A chart is a list of patterns of metric names. A chart without matching metrics is omitted, and
-metrics that match no chart can be selected on the page by name.
+`assets/charts.toml` defines the charts. Metrics that match none of them can be selected on the page
+by name.
 """
 
-import dataclasses
+import functools
+import importlib.resources
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,135 +15,6 @@ MAX_POINTS = 3000  # per curve
 MAX_BARS = 120
 Metrics = Sequence[Mapping[str, float]]
 Series = dict[str, tuple[list[int], list[float]]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Chart:
-    """`lines` are pairs of a pattern for full metric names and the label of its matches."""
-
-    section: str
-    title: str
-    lines: tuple[tuple[str, str], ...]
-    share: bool = False  # the axis ranges from 0 to 1
-
-
-_SPREAD = (("mean", "mean"), ("max", "highest"), ("min", "lowest"))
-
-
-def _spread(name: str) -> tuple[tuple[str, str], ...]:
-    return tuple((f"{name}/{kind}", label) for kind, label in _SPREAD)
-
-
-CHARTS = (
-    Chart(
-        "Learning",
-        "Success rate",
-        (
-            (r"val/success_rate", "validation"),
-            (r"episode/success_rate", "training"),
-            (r"val_([^/]+)/success_rate", r"\1"),
-        ),
-        share=True,
-    ),
-    Chart(
-        "Learning",
-        "Score",
-        (
-            (r"val/score", "validation"),
-            (r"critic/score/mean", "training, reward function"),
-            (r"episode/env_reward", "training, environment"),
-            (r"val_([^/]+)/score", r"\1"),
-        ),
-    ),
-    Chart(
-        "Learning",
-        "Loss",
-        (
-            (r"val/loss", "validation"),
-            (r"train/loss", "training"),
-            (r"val/unigram_entropy", "without context"),
-        ),
-    ),
-    Chart("Learning", "Perplexity", ((r"val/perplexity", "validation"),)),
-    Chart(
-        "Environments",
-        "Validation success by environment",
-        ((r"val/([^/]+)/success_rate", r"\1"),),
-        share=True,
-    ),
-    Chart(
-        "Update", "Policy loss", ((r"actor/pg_loss", "policy gradient"), (r"actor/loss", "total"))
-    ),
-    Chart("Update", "Entropy", ((r"actor/entropy_loss", "policy"),)),
-    Chart(
-        "Update",
-        "KL divergence",
-        (
-            (r"actor/kl_loss", "from the reference, in the loss"),
-            (r"critic/kl", "from the reference, in the reward"),
-            (r"actor/ppo_kl", "from the policy that played"),
-        ),
-    ),
-    Chart(
-        "Update",
-        "Mismatch of sampler and learner",
-        (
-            (r"mismatch/log_prob_diff_mean", "log-prob difference, mean"),
-            (r"mismatch/log_prob_diff_max", "log-prob difference, highest"),
-            (r"mismatch/kl_?(\w*)", r"KL \1"),
-        ),
-    ),
-    Chart(
-        "Update",
-        "Gradient norm",
-        ((r"actor/grad_norm", "policy"), (r"critic/grad_norm", "critic"), (r"train/grad_norm", "")),
-    ),
-    Chart("Update", "Learning rate", ((r"actor/lr", "policy"), (r"train/lr", ""))),
-    Chart(
-        "Update",
-        "Clipped tokens",
-        (
-            (r"actor/pg_clipfrac", "above or below"),
-            (r"actor/pg_clipfrac_lower", "dual clip"),
-            (r"critic/vf_clipfrac", "critic"),
-        ),
-    ),
-    Chart("Update", "Advantages", _spread("critic/advantages")),
-    Chart("Update", "Returns", _spread("critic/returns")),
-    Chart(
-        "Update",
-        "Critic",
-        ((r"critic/loss", "loss"), (r"critic/vf_explained_var", "explained variance")),
-    ),
-    Chart("Episodes", "Agent tokens per episode", _spread("response_length")),
-    Chart("Episodes", "Turns per episode", _spread("env/number_of_actions")),
-    Chart(
-        "Episodes",
-        "Actions and turns",
-        (
-            (r"env/ratio_of_valid_action", "valid actions"),
-            (r"response_length/clip_ratio", "turns cut at the limit"),
-            (r"val/invalid_action_rate", "invalid actions, validation"),
-        ),
-        share=True,
-    ),
-    Chart("Episodes", "How episodes ended", ((r"episode/ended_by/(\w+)", r"\1"),), share=True),
-    Chart("Episodes", "Parts of the reward", ((r"reward/(.+)", r"\1"),)),
-    Chart(
-        "Episodes",
-        "Failed episodes and retries",
-        ((r"rollout/failed", "failed"), (r"rollout/retries", "retries")),
-    ),
-    Chart("Speed", "Tokens per second", ((r"perf/tokens_per_s", ""),)),
-    Chart(
-        "Speed",
-        "Seconds per turn",
-        (
-            (r"rollout/generation_seconds_per_turn", "generation"),
-            (r"rollout/environment_seconds_per_turn", "environment"),
-        ),
-    ),
-)
 
 
 def all_series(metrics: Metrics) -> Series:
@@ -172,24 +45,35 @@ def downsampled(steps: list[int], values: list[float], limit: int) -> tuple[list
 def charts(series: Series) -> list[dict[str, Any]]:
     """The charts that have data."""
     found = []
-    for chart in CHARTS:
+    for section, title, chart in _definitions():
         lines: dict[str, str] = {}
-        for pattern, label in chart.lines:
-            for name in series:
+        for pattern, label in chart.items():
+            for name in series if pattern != "range" else ():
                 match = re.fullmatch(pattern, name)
                 if match and not any(series[name] == series[other] for other in lines):
                     lines[name] = match.expand(label)
         # A baseline alone has nothing to be compared with, nor has a single environment.
-        if sum(not _is_baseline(name) for name in lines) > (chart.section == "Environments"):
+        if sum(not _is_baseline(name) for name in lines) > (section == "Environments"):
             drawn = [
                 {"metric": name, "label": label, "level": _is_baseline(name)}
                 for name, label in lines.items()
             ]
-            found.append(
-                {"section": chart.section, "title": chart.title, "lines": drawn}
-                | ({"range": [0, 1]} if chart.share else {})
-            )
+            range_ = {"range": chart["range"]} if "range" in chart else {}
+            found.append({"section": section, "title": title, "lines": drawn} | range_)
     return found
+
+
+@functools.cache
+def _definitions() -> list[tuple[str, str, dict[str, Any]]]:
+    """(section, title, chart) in the order of the page."""
+    sections = tomllib.loads(asset("charts.toml"))
+    return [(s, title, chart) for s, charts in sections.items() for title, chart in charts.items()]
+
+
+def asset(name: str) -> str:
+    """The text of a file in `assets/`."""
+    folder = importlib.resources.files("manus_jax.reporting") / "assets"
+    return (folder / name).read_text(encoding="ascii")
 
 
 def _is_baseline(name: str) -> bool:

@@ -8,7 +8,6 @@ other scripts and all requests.
 import base64
 import hashlib
 import html
-import importlib.resources
 import json
 import re
 from pathlib import Path
@@ -68,25 +67,20 @@ def _facts(data: RunData) -> dict[str, Any]:
 
 def render(data: dict[str, Any]) -> str:
     """The page as ASCII text."""
-    script = "\n".join(_asset(name) for name in _SCRIPTS)
+    script = "\n".join(curves.asset(name) for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
         "TITLE": html.escape(data["run"]["name"]).encode("ascii", "xmlcharrefreplace").decode(),
         "SCRIPT_HASH": f"sha256-{digest}",
-        "STYLE": _asset("report.css"),
+        "STYLE": curves.asset("report.css"),
         "DATA": script_safe_json(data),
         "SCRIPT": script,
     }
     # A single pass, so that placeholders inside inserted text are not replaced.
-    return re.sub(r"\{\{([A-Z_]+)\}\}", lambda match: parts[match[1]], _asset("report.html"))
+    return re.sub(r"\{\{([A-Z_]+)\}\}", lambda match: parts[match[1]], curves.asset("report.html"))
 
 
 def script_safe_json(data: Any) -> str:
     """JSON that can neither end a script element nor open a comment."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _asset(name: str) -> str:
-    folder = importlib.resources.files("manus_jax.reporting") / "assets"
-    return (folder / name).read_text(encoding="ascii")
