@@ -7,7 +7,6 @@ from manus_jax.config.binding import argument_parser
 from manus_jax.config.commands import READS, read_evaluate_config
 from manus_jax.config.run_config import config_text
 from manus_jax.evaluation import comparison
-from manus_jax.evaluation.tables import comparison_table
 from manus_jax.rollout.build_rollout import read_with_engine, with_engine_settings
 
 
@@ -20,7 +19,7 @@ def main(arguments: list[str]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)
-    console.print(comparison_table(results, settings.evaluate.samples))
+    console.print(comparison.comparison_table(results, settings.evaluate.samples))
     print(f"results                  {settings.evaluate.out_dir}/evaluation.json")
     comparison.refuse_unplayed(results)
 

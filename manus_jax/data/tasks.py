@@ -5,7 +5,6 @@ conversations to the same `Task` type. An unusable file or row raises a one-line
 anything is started.
 """
 
-import contextlib
 import dataclasses
 import gc
 import json
@@ -23,7 +22,7 @@ from manus_jax.errors import UserError
 
 CONVERSATION_COLUMNS = ("conversations", "messages")
 KNOWN_COLUMNS = {"item_id", "id", "prompt", "data_source", "ground_truth", *CONVERSATION_COLUMNS}
-ITEM_ID = re.compile(r"(?P<env>.+)_(?P<item>\d+)")
+ITEM_ID = re.compile(r"(?:(?P<env>.+)_)?(?P<item>\d{1,18})")
 ENV_ALIASES = {
     "lmrlgym_maze": "maze",
     "lmrlgym_wordle": "wordle",
@@ -57,26 +56,26 @@ class Task:
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-def read_tasks(
-    paths: Paths,
-    *,
-    env: str | None = None,
-    needs: Literal["item", "conversation"] = "item",
-) -> list[Task]:
+def read_tasks(paths: Paths, *, needs: Literal["item", "conversation"] = "item") -> list[Task]:
     """Reads all rows of .parquet, .json and .jsonl files, in order.
 
     A row has an `item_id`, a conversation, or both; `needs` says which one is required. An item id
-    is either text ("textcraft_31") or a number, which belongs to environment `env` or, if that is
-    None, to the row's `data_source`. A conversation is a list of messages with from/value/loss or
-    role/content keys in the column `conversations` or `messages`. A JSON row may be a bare item
-    id. `prompt` and `reward_model.ground_truth` are also read; all other columns go to
-    `Task.extra`.
+    is either text ("textcraft_31") or a number, which belongs to the environment `data_source`. A
+    conversation is a list of messages with from/value/loss or role/content keys in the column
+    `conversations` or `messages`. A JSON row may be a bare item id. `prompt` and
+    `reward_model.ground_truth` are also read; all other columns go to `Task.extra`.
     """
     listed = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not listed:
         raise DatasetError("no dataset files are given")
-    with _collector_paused():
-        return [task for path in listed for task in _read_file(Path(path), env, needs)]
+    # Reading creates millions of small objects without cycles; collecting them doubles the time.
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return [task for path in listed for task in _read_file(Path(path), needs)]
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def without(tasks: Iterable[Task], held_out: Iterable[Task]) -> list[Task]:
@@ -85,25 +84,20 @@ def without(tasks: Iterable[Task], held_out: Iterable[Task]) -> list[Task]:
     return [task for task in tasks if _identity(task) not in held]
 
 
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    # Reading creates millions of small objects without cycles; collecting them doubles the time.
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+def _identity(task: Task) -> tuple[str | None, int | str]:
+    return (task.env, task.item) if task.item is not None else (None, task.item_id)
 
 
-def _read_file(path: Path, env: str | None, needs: str) -> list[Task]:
+def _read_file(path: Path, needs: str) -> list[Task]:
     tasks = []
-    for row, record in enumerate(_read_records(path, needs)):
-        try:
-            tasks.append(_task(record, env, needs, f"{path.stem}:{row}"))
-        except DatasetError as error:
-            raise DatasetError(f"{path} row {row}: {error}") from error
+    try:
+        for row, record in enumerate(_read_records(path, needs)):
+            try:
+                tasks.append(_task(record, needs, f"{path.stem}:{row}"))
+            except DatasetError as error:
+                raise DatasetError(f"{path} row {row}: {error}") from error
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read: {error.strerror or error}") from error
     if not tasks:
         raise DatasetError(f"{path} contains no rows")
     return tasks
@@ -121,63 +115,53 @@ def _read_records(path: Path, needs: str) -> Iterable[Any]:
         case ".parquet":
             return _read_parquet(path, needs)
         case ".json":
-            return _read_json(path)
+            hint = " (a file with one object per line must be .jsonl)"
+            records = _parse_json(path.read_bytes(), str(path), hint)
+            if isinstance(records, list):
+                return records
+            found = type(records).__name__
+            raise DatasetError(f"{path} must contain a list of rows, not a {found}")
         case ".jsonl":
-            return _read_jsonl(path)
+            lines = enumerate(path.read_bytes().split(b"\n"), start=1)
+            return (_parse_json(line, f"{path} line {n}") for n, line in lines if line.strip())
     raise DatasetError(f"{path}: unknown file type; it must be .parquet, .json or .jsonl")
+
+
+def _parse_json(text: bytes, where: str, hint: str = "") -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DatasetError(f"{where} is not valid JSON: {error}{hint}") from error
 
 
 def _read_parquet(path: Path, needs: str) -> Iterator[Any]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if missing := _missing_column(names, needs):
-                raise DatasetError(f"{path}: {missing}")
+            _check_columns(names, needs, f"{path}: ")
             leaves = [file.schema.column(i).path for i in range(len(file.schema))]
             if "conversations" in names:  # OpenManus-RL duplicates it as JSON text in extra_info
                 leaves = [leaf for leaf in leaves if leaf != "extra_info.conversations"]
             for batch in file.iter_batches(4096, columns=leaves):
                 yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        first_line = str(error).splitlines()[0]
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
+        first_line = (str(error) or repr(error)).splitlines()[0]
         raise DatasetError(f"{path} is not a readable parquet file: {first_line}") from error
 
 
-def _read_json(path: Path) -> list[Any]:
-    try:
-        records = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DatasetError(
-            f"{path} is not valid JSON: {error} (a file with one object per line must be .jsonl)"
-        ) from error
-    if not isinstance(records, list):
-        raise DatasetError(f"{path} must contain a list of rows, not a {type(records).__name__}")
-    return records
+def _check_columns(columns: Iterable[str], needs: str, where: str = "") -> None:
+    required = ("item_id",) if needs == "item" else CONVERSATION_COLUMNS
+    if not any(name in columns for name in required):
+        names = " or ".join(map(repr, required))
+        raise DatasetError(f"{where}no column {names}; the columns are {list(columns)}")
 
 
-def _read_jsonl(path: Path) -> Iterator[Any]:
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if line.strip():
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise DatasetError(f"{path} line {number} is not valid JSON: {error}") from error
-
-
-def _missing_column(columns: Iterable[str], needs: str) -> str | None:
-    wanted = ("item_id",) if needs == "item" else CONVERSATION_COLUMNS
-    if any(name in columns for name in wanted):
-        return None
-    return f"no column {' or '.join(map(repr, wanted))}; the columns are {list(columns)}"
-
-
-def _task(record: Any, default_env: str | None, needs: str, fallback_id: str) -> Task:
+def _task(record: Any, needs: str, fallback_id: str) -> Task:
     if isinstance(record, str | int) and not isinstance(record, bool):
         record = {"item_id": record}
     if not isinstance(record, dict):
         raise DatasetError(f"a row must be an object or an item id, got {type(record).__name__}")
-    if missing := _missing_column(record, needs):
-        raise DatasetError(missing)
+    _check_columns(record, needs)
     conversation = next(
         (record[key] for key in CONVERSATION_COLUMNS if record.get(key) is not None), None
     )
@@ -189,7 +173,7 @@ def _task(record: Any, default_env: str | None, needs: str, fallback_id: str) ->
     source = record.get("data_source")
     if not isinstance(source, str | None):
         raise DatasetError(f"data_source must be text, got {source!r}")
-    env, item = _env_and_item(given, default_env or source, needs)
+    env, item = _env_and_item(given, source, needs)
     item_id = fallback_id if given is None else str(given)
     reward_model = record.get("reward_model")
     truth = record.get("ground_truth")
@@ -211,20 +195,20 @@ def _task(record: Any, default_env: str | None, needs: str, fallback_id: str) ->
 
 
 def _env_and_item(given: Any, env: str | None, needs: str) -> tuple[str | None, int | None]:
-    if isinstance(given, str) and given.isdecimal():
-        given = int(given)
+    """Environment and index of an item id; (None, None) for an id that names neither."""
     if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
-        if env is None and needs == "item":
-            raise DatasetError(
-                f"item_id {given} has no environment: write 'env_{given}' or pass a default env"
-            )
-        return (env, given) if env else (None, None)
+        given = str(given)
     found = ITEM_ID.fullmatch(given) if isinstance(given, str) else None
+    named = (found["env"] or env) if found else None
+    if found and named:
+        return ENV_ALIASES.get(named, named), int(found["item"])
+    if needs != "item":
+        return None, None
     if found:
-        return ENV_ALIASES.get(found["env"], found["env"]), int(found["item"])
-    if needs == "item":
-        raise DatasetError(f"item_id {given!r} must be text like 'textcraft_31' or a number >= 0")
-    return None, None
+        raise DatasetError(
+            f"item_id {given} has no environment: write 'env_{given}' or add a column data_source"
+        )
+    raise DatasetError(f"item_id {given!r} must be text like 'textcraft_31' or a number >= 0")
 
 
 def _messages(records: Any, what: str) -> tuple[Message, ...]:
@@ -236,7 +220,3 @@ def _messages(records: Any, what: str) -> tuple[Message, ...]:
         return tuple(map(message_from_record, records))
     except ConversationError as error:
         raise DatasetError(f"{what}: {error}") from error
-
-
-def _identity(task: Task) -> tuple[str | None, int | str]:
-    return (task.env, task.item) if task.item is not None else (None, task.item_id)

@@ -14,26 +14,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+from rich.table import Table
+
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.commands import EvaluateConfig
 from manus_jax.config.settings import RolloutSettings
+from manus_jax.errors import UserError
 from manus_jax.evaluation.eval_sets import EvalSet, make_eval_set
-from manus_jax.evaluation.play import EvaluationError, EvaluationResult, evaluate_policy
+from manus_jax.evaluation.play import EvaluationResult, Summary, evaluate_policy
+from manus_jax.evaluation.statistics import Estimate
 from manus_jax.files import write_atomically
 from manus_jax.models import loading as policy_source
 from manus_jax.models.architecture import ModelError
 from manus_jax.progress import ProgressLine
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
-from manus_jax.rollout.build_rollout import (
-    check_play,
-    open_engine,
-    open_servers,
-)
+from manus_jax.rollout.build_rollout import check_play, open_engine, open_servers
 from manus_jax.rollout.llm_player import ChatTokenizer, EngineAgent
 from manus_jax.rollout.player import Agent
 from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory
 from manus_jax.rollout.trajectory_files import write_trajectories
+
+
+class EvaluationError(UserError, RuntimeError):
+    """Every episode of a policy failed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +56,7 @@ class Candidate:
 
 def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationResult]:
     """Plays the evaluation set with every policy; writes evaluation.json and trajectories/."""
-    evaluate, env = config.evaluate, config.env
-    rollout = config.rollout
+    evaluate, env, rollout = config.evaluate, config.env, config.rollout
     check_play(env, rollout)
     eval_set = make_eval_set(
         env, evaluate.tasks_per_env, evaluate.task_files, evaluate.split, evaluate.samples
@@ -64,7 +68,13 @@ def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationRe
     out_dir = _make_directory(evaluate.out_dir, operative_config)
 
     results: dict[str, EvaluationResult] = {}
-    record = _heading(config, eval_set)
+    record: dict[str, Any] = {
+        "samples": eval_set.samples,
+        "seed": evaluate.seed,
+        "rollout": dataclasses.asdict(rollout),
+        "policies": {},
+        "items": {e: [t.item for t in eval_set.tasks if t.env == e] for e in env.names},
+    }
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(open_servers(env, config.env_pool))
         line = stack.enter_context(ProgressLine("evaluate", len(candidates) * episodes))
@@ -99,12 +109,8 @@ def refuse_unplayed(results: Mapping[str, EvaluationResult]) -> None:
 
 def make_candidate(name: str, config: EvaluateConfig, slots: int) -> Candidate:
     """The oracle, the random policy or a model; checks a model's files without loading them."""
-    agent: Agent
-    if name == "oracle":
-        agent = OraclePolicy()
-        return Candidate(name, agent.check, lambda: contextlib.nullcontext(agent))
-    if name == "random":
-        agent = RandomPolicy(config.evaluate.seed)
+    if name in ("oracle", "random"):
+        agent = OraclePolicy() if name == "oracle" else RandomPolicy(config.evaluate.seed)
         return Candidate(name, agent.check, lambda: contextlib.nullcontext(agent))
     path = Path(name).expanduser()
     if not path.is_dir():
@@ -197,12 +203,38 @@ def _make_directory(path: str, operative_config: str) -> Path:
     return out_dir
 
 
-def _heading(config: EvaluateConfig, eval_set: EvalSet) -> dict[str, Any]:
-    items = {env: [t.item for t in eval_set.tasks if t.env == env] for env in eval_set.environments}
-    return {
-        "samples": eval_set.samples,
-        "seed": config.evaluate.seed,
-        "rollout": dataclasses.asdict(config.rollout),
-        "policies": {},
-        "items": items,
-    }
+def comparison_table(results: Mapping[str, EvaluationResult], samples: int) -> Table:
+    """One row per policy and environment, plus one over all environments if there are several."""
+    table = Table(title="Means over tasks with 95% intervals", title_justify="left")
+    several = f" avg@{samples}" if samples > 1 else ""
+    for name in ("policy", "environment"):
+        table.add_column(name)
+    numbers = ["tasks", f"success{several}", f"score{several}"]
+    numbers += [f"pass@{samples}"] if samples > 1 else []
+    for name in (*numbers, "turns", "invalid", "failed"):
+        table.add_column(name, justify="right")
+    for policy, result in results.items():
+        rows = dict(result.environments)
+        if len(rows) > 1:
+            rows["all"] = result.overall
+        for number, (env, summary) in enumerate(rows.items()):
+            label = escape(policy) if number == 0 else ""
+            table.add_row(label, env, *_cells(summary, samples), end_section=env == [*rows][-1])
+    return table
+
+
+def _cells(summary: Summary, samples: int) -> list[str]:
+    rate = summary.success_rate
+    cells = ["0" if rate is None else str(rate.tasks), _interval(rate), _interval(summary.score)]
+    if samples > 1:
+        cells.append(_interval(summary.pass_at.get(samples)))
+    cells += [f"{summary.turns:.1f}", f"{summary.invalid_action_rate:.1%}"]
+    return [*cells, str(sum(summary.failed.values()))]
+
+
+def _interval(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "–"
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:.3f}"
+    return f"{estimate.value:.3f} ({estimate.low:.2f}…{estimate.high:.2f})"

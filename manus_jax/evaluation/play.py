@@ -12,16 +12,11 @@ from typing import Any
 
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.config.settings import RolloutSettings
-from manus_jax.errors import UserError
 from manus_jax.evaluation.eval_sets import EvalSet
 from manus_jax.evaluation.statistics import Estimate, average, ks_up_to, pass_at_k, share
 from manus_jax.rollout.player import Agent
 from manus_jax.rollout.runner import OnDone, run_episodes
 from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory, trajectories
-
-
-class EvaluationError(UserError, RuntimeError):
-    """Every episode of a policy failed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,37 +40,31 @@ class Summary:
 
     def numbers(self) -> dict[str, float]:
         """Values by name, without their intervals."""
-        numbers = {"failed": float(sum(self.failed.values()))}
-        if self.success_rate is None or self.score is None:
-            return numbers
-        numbers |= {
-            "success_rate": self.success_rate.value,
-            "score": self.score.value,
-            "turns": self.turns,
-            "invalid_action_rate": self.invalid_action_rate,
-            "response_length": self.response_length,
-        }
-        if self.samples > 1:
-            numbers[f"avg@{self.samples}"] = self.score.value
-            numbers |= {f"pass@{k}": e.value for k, e in self.pass_at.items() if k > 1}
-        return numbers
+        failed = {"failed": float(sum(self.failed.values()))}
+        if not self.episodes:
+            return failed
+        known = {name: e.value for name, e in self._estimates().items() if e is not None}
+        same_as_others = ("avg@1", "pass@1")
+        values = {name: x for name, x in known.items() if name not in same_as_others}
+        return failed | values | self._means()
 
     def record(self) -> dict[str, Any]:
         """The summary as JSON."""
-        estimates = {
+        estimates = {name: e and dataclasses.asdict(e) for name, e in self._estimates().items()}
+        counts = {"episodes": self.episodes, "failed": dict(self.failed)}
+        return {**counts, **estimates, **self._means()}
+
+    def _estimates(self) -> dict[str, Estimate | None]:
+        return {
             "success_rate": self.success_rate,
             "score": self.score,
             f"avg@{self.samples}": self.score,
             **{f"pass@{k}": estimate for k, estimate in self.pass_at.items()},
         }
-        return {
-            "episodes": self.episodes,
-            "failed": dict(self.failed),
-            **{name: e and dataclasses.asdict(e) for name, e in estimates.items()},
-            "turns": self.turns,
-            "invalid_action_rate": self.invalid_action_rate,
-            "response_length": self.response_length,
-        }
+
+    def _means(self) -> dict[str, float]:
+        names = ("turns", "invalid_action_rate", "response_length")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,20 +102,17 @@ def evaluate_policy(
 
 def summarize_by_env(outcomes: Sequence[Outcome], samples: int) -> EvaluationResult:
     """Statistics per environment and overall, of `samples` episodes per task."""
-    envs = dict.fromkeys(outcome.spec.task.env for outcome in outcomes)
+    by_env: dict[str, list[Outcome]] = collections.defaultdict(list)
+    for outcome in outcomes:
+        by_env[str(outcome.spec.task.env)].append(outcome)
     return EvaluationResult(
         outcomes=tuple(outcomes),
-        environments={
-            env: summarize([o for o in outcomes if o.spec.task.env == env], samples)
-            for env in envs
-            if env is not None
-        },
-        overall=summarize(outcomes, samples),
+        environments={env: _summarize(played, samples) for env, played in by_env.items()},
+        overall=_summarize(outcomes, samples),
     )
 
 
-def summarize(outcomes: Sequence[Outcome], samples: int) -> Summary:
-    """Statistics of the given episodes."""
+def _summarize(outcomes: Sequence[Outcome], samples: int) -> Summary:
     played = trajectories(outcomes)
     by_task: dict[str, list[Trajectory]] = collections.defaultdict(list)
     for trajectory in played:

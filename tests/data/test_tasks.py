@@ -133,16 +133,17 @@ def test_several_files_follow_each_other(tmp_path):
 
 
 def test_item_ids_in_json_jsonl_and_parquet(tmp_path):
-    ids = ["sciworld_12", 4, "17", "lmrlgym_maze_3", "lmrlgum_wordle_1"]
-    want = [("sciworld", 12), ("babyai", 4), ("babyai", 17), ("maze", 3), ("wordle", 1)]
+    ids = ["sciworld_12", "lmrlgym_maze_3", "lmrlgum_wordle_1"]
+    want = [("sciworld", 12), ("maze", 3), ("wordle", 1)]
     lines = tmp_path / "ids.jsonl"
-    lines.write_text("".join(json.dumps({"item_id": i}) + "\n\n" for i in ids), encoding="utf-8")
+    rows = [*({"item_id": i} for i in ids), {"item_id": "17", "data_source": "babyai"}]
+    lines.write_text("".join(json.dumps(row) + "\n\n" for row in rows), encoding="utf-8")
     numbers = tmp_path / "ids.parquet"
-    pq.write_table(pa.table({"item_id": [4, 17]}), numbers)
-    bare = read_tasks(write_json(tmp_path / "ids.json", ids), env="babyai")
+    pq.write_table(pa.table({"item_id": [4, 17], "data_source": ["babyai"] * 2}), numbers)
+    bare = read_tasks(write_json(tmp_path / "ids.json", ids))
     assert [(t.env, t.item) for t in bare] == want
-    assert [(t.env, t.item) for t in read_tasks(lines, env="babyai")] == want
-    assert [t.item_id for t in read_tasks(numbers, env="babyai")] == ["babyai_4", "babyai_17"]
+    assert [(t.env, t.item) for t in read_tasks(lines)] == [*want, ("babyai", 17)]
+    assert [t.item_id for t in read_tasks(numbers)] == ["babyai_4", "babyai_17"]
     assert bare[0].messages == () and bare[0].prompt == () and bare[0].ground_truth is None
 
 
@@ -230,7 +231,7 @@ def test_files_that_cannot_be_read_say_so_in_a_line(tmp_path):
         path = tmp_path / name
         path.write_bytes(content)
         with pytest.raises(DatasetError) as error:
-            read_tasks(path, env="a")
+            read_tasks(path)
         assert str(path) in message_of(error) and what in message_of(error), name
 
 
@@ -257,7 +258,7 @@ def test_an_empty_table_holds_no_rows(tmp_path):
         ({"item_id": True}, "item_id True must be"),
         ({"item_id": -1}, "item_id -1 must be"),
         ({"item_id": "textcraft"}, "item_id 'textcraft' must be"),
-        ({"item_id": 5}, "item_id 5 has no environment: write 'env_5' or pass a default env"),
+        ({"item_id": 5}, "item_id 5 has no environment: write 'env_5' or add a column data_source"),
         ({"id": "a_1"}, r"no column 'item_id'; the columns are \['id'\]"),
         ({"item_id": "a_1", "data_source": 3}, "data_source must be text, got 3"),
         ({"item_id": "a_1", "prompt": 3}, "prompt must be a list of messages, got int"),
