@@ -65,9 +65,7 @@ def our_engine(directory: Path, slots: int, max_length: int) -> Any:
     from manus_jax.models import huggingface
 
     params, card = huggingface.load_params(directory)
-    return JaxEngine(
-        card.architecture, params, slots=slots, max_length=max_length, compile_ahead=True
-    )
+    return JaxEngine(card.architecture, params, slots=slots, max_length=max_length)
 
 
 def our_generate(directory: Path) -> Generate:
@@ -243,7 +241,7 @@ def main() -> None:
         for w in workers.values():
             w.close()
         engine = our_engine(directory, EPISODES, 256)
-        in_flight(engine, 0.0, 1000, turns=1, new=1)
+        in_flight(engine, 0.0, 1000)  # compiles all programs
         slow, instant = in_flight(engine, STEP_SECONDS, 2000), in_flight(engine, 0.0, 3000)
         engine.close()
     result = {

@@ -156,7 +156,7 @@ def requests_of(round_: int, count: int, tokens: int) -> list[Request]:
 def tokens_per_second(pool: VllmPool, url: str, options: argparse.Namespace) -> dict[str, Any]:
     """Throughput with and without the pool, alternating, each time with an empty cache."""
     server = VllmServer(url)
-    server.info()
+    server.examine(1, False, None)
     count = options.requests
 
     def straight(asked: list[Request]) -> list[Any]:

@@ -12,7 +12,7 @@ from manus_jax.training.build import open_trainer
 from manus_jax.training.job import joined
 from manus_jax.training.run_directory import disk_errors
 from manus_jax.training.run_summary import print_summary
-from manus_jax.vllm.open_pool import check_single_process, claim_gpus
+from manus_jax.vllm.gpu_partition import check_single_process, claim_gpus
 
 
 def main(arguments: list[str]) -> None:

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "servers": set(),
     "models": {"config", "data"},
     "learner": {"algorithms", "config", "data_proto", "models"},
-    "engines": {"config", "models", "learner"},  # learner: sharding rules of the weights
+    "engines": {"config", "models"},
     "weights": {"config", "models", "engines"},  # engines: their errors
     "vllm": {"config", "models", "engines", "servers", "weights"},
     "agentgym": {"config", "envs", "servers"},

@@ -10,29 +10,17 @@ double in size; blocks that no stream in the batch has reached are skipped.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
 
 from manus_jax.engines.sampling import Controls, no_controls, sample
-from manus_jax.learner.mesh import batch_shards, param_shardings, replicated
 from manus_jax.models.architecture import Architecture
-from manus_jax.models.attention import BATCH_AXES
 from manus_jax.models.plain_attention import MASK_VALUE
-from manus_jax.models.transformer import (
-    Compute,
-    Params,
-    Transformer,
-    abstract_model,
-    block,
-    rms_norm,
-    rope_angles,
-)
+from manus_jax.models.transformer import Params, block, rms_norm, rope_angles
 
 FIRST_BLOCK = 128
 MAX_STOP_IDS = 8
@@ -96,20 +84,11 @@ class CachedDecoder:
     slots: int
     max_length: int
     max_steps: int
-    mesh: Mesh | None = None
-
-    def cache_sharding(self) -> Sharding:
-        """Heads over "tensor" and slots over the batch axes, where divisible."""
-        if self.mesh is None:
-            return self._replicated()
-        rows = BATCH_AXES if self.slots % batch_shards(self.mesh) == 0 else None
-        heads = "tensor" if self.arch.num_kv_heads % self.mesh.shape["tensor"] == 0 else None
-        return NamedSharding(self.mesh, P(rows, heads, None, None))
 
     def new_cache(self) -> Cache:
         def zeros(length: int) -> jax.Array:
             shape = (self.slots, self.arch.num_kv_heads, length, self.arch.head_dim)
-            return jnp.zeros(shape, jnp.dtype(self.dtype), device=self.cache_sharding())
+            return jnp.zeros(shape, jnp.dtype(self.dtype), device=_device())
 
         part = lambda: tuple(zeros(length) for length in block_lengths(self.max_length))
         return tuple((part(), part()) for _ in range(self.arch.num_layers))
@@ -120,52 +99,26 @@ class CachedDecoder:
         The copy is needed even if the type is the same: the learner donates its buffers in every
         update.
         """
-        shardings = self._replicated() if self.mesh is None else param_shardings(params, self.mesh)
-        return self._unstack(jax.device_put(params, shardings))
+        return self._unstack(place(params))
 
-    @functools.cached_property
-    def _unstack(self) -> Callable[[Params], Weights]:
+    @functools.partial(jax.jit, static_argnums=0)
+    def _unstack(self, params: Params) -> Weights:
         dtype = jnp.dtype(self.dtype)
         copy = lambda x: jnp.copy(x) if x.dtype == dtype else x.astype(dtype)
-        names = ["embed", "norm"]
-
-        def unstack(params: Params) -> Weights:
-            backbone = params["backbone"]
-            layers = [
-                {name: copy(x[i]) for name, x in backbone["layers"].items()}
-                for i in range(self.arch.num_layers)
-            ]
-            out = {name: copy(backbone[name]) for name in names}
-            if not self.arch.tie_embeddings:
-                out["lm_head"] = copy(params["lm_head"])
-            return {**out, "layers": tuple(layers)}
-
-        if self.mesh is None:
-            return jax.jit(unstack)
-        _, shapes = abstract_model(Transformer, self.arch, Compute())
-        stacked = param_shardings(shapes, self.mesh)
-        layer = {
-            name: NamedSharding(s.mesh, P(*s.spec[1:]))
-            for name, s in stacked["backbone"]["layers"].items()
-        }
-        out = {name: stacked["backbone"][name] for name in names}
+        backbone = params["backbone"]
+        layers = [
+            {name: copy(x[i]) for name, x in backbone["layers"].items()}
+            for i in range(self.arch.num_layers)
+        ]
+        out = {name: copy(backbone[name]) for name in ("embed", "norm")}
         if not self.arch.tie_embeddings:
-            out["lm_head"] = stacked["lm_head"]
-        return jax.jit(unstack, out_shardings={**out, "layers": (layer,) * self.arch.num_layers})
-
-    def place(self, batch: Any) -> Any:
-        """Puts host arrays on the device explicitly, as a transfer guard requires."""
-        return jax.device_put(batch, self._replicated())
-
-    def _replicated(self) -> Sharding:
-        if self.mesh is None:
-            return SingleDeviceSharding(jax.local_devices()[0])
-        return replicated(self.mesh)
+            out["lm_head"] = copy(params["lm_head"])
+        return {**out, "layers": tuple(layers)}
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
     def fill(self, weights: Weights, cache: Cache, chunks: Chunks) -> Cache:
         """Writes the keys and values of the chunks; the last layer's output is not computed."""
-        return self._constrain(self._forward(weights, cache, *chunks)[1])
+        return self._forward(weights, cache, *chunks)[1]
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
     def copy(self, cache: Cache, source: jax.Array, target: jax.Array) -> Cache:
@@ -175,12 +128,7 @@ class CachedDecoder:
             row = jax.lax.dynamic_index_in_dim(x, source, axis=0)
             return jax.lax.dynamic_update_index_in_dim(x, row, target, axis=0)
 
-        return self._constrain(jax.tree.map(move, cache))
-
-    def _constrain(self, cache: Cache) -> Cache:
-        if self.mesh is None:
-            return cache
-        return jax.lax.with_sharding_constraint(cache, self.cache_sharding())
+        return jax.tree.map(move, cache)
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
     def decode(
@@ -215,7 +163,7 @@ class CachedDecoder:
         )
         start = (jnp.int32(0), cache, lanes.tokens, lanes.budget > 0, empty)
         end = jax.lax.while_loop(lambda s: (s[0] < steps) & jnp.any(s[3]), step, start)
-        return self._constrain(end[1]), end[4]
+        return end[1], end[4]
 
     def _forward(
         self,
@@ -246,6 +194,15 @@ class CachedDecoder:
             x = block(params, x, rope, attend, self.arch, _weights_first)
             layers.append((written[0], written[1]))
         return rms_norm(x, weights["norm"], self.arch.norm_eps), tuple(layers)
+
+
+def _device() -> SingleDeviceSharding:
+    return SingleDeviceSharding(jax.local_devices()[0])
+
+
+def place(batch: Any) -> Any:
+    """Puts arrays on the device explicitly, as a transfer guard requires."""
+    return jax.device_put(batch, _device())
 
 
 def _transposed(x: jax.Array) -> jax.Array:

@@ -18,11 +18,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from manus_jax.engines.cached_decoder import (
     MAX_STOP_IDS,
@@ -31,18 +30,26 @@ from manus_jax.engines.cached_decoder import (
     empty_chunks,
     empty_lanes,
     lane_sizes,
+    place,
 )
-from manus_jax.engines.protocol import EngineError, FinishReason, Generation, Request
-from manus_jax.engines.sampling import problem_with
+from manus_jax.engines.protocol import (
+    EngineError,
+    FinishReason,
+    Generation,
+    Request,
+    check_request,
+)
 from manus_jax.engines.slots import Slot, SlotTable, prefill_pieces
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Params
 
 Decode = Callable[[list[int]], str]
-StaleKV = Literal["recompute", "keep"]
 
 # Requests arrive in bursts after a pause; a batch that starts together stays together.
 _BURST_SECONDS = 0.002
+# Rows and tokens per row of a prefill dispatch. The shape is fixed: another one would sum in
+# another order and make results depend on timing.
+_PREFILL_SHAPE = (8, 64)
 
 
 @dataclasses.dataclass
@@ -79,24 +86,14 @@ class JaxEngine:
 
     Args:
       arch: the model's architecture.
-      params: the policy's parameters; the engine copies them.
-      version: the version of `params`.
+      params: the policy's parameters, version 0; the engine copies them.
       slots: number of streams in the cache, running or idle between turns.
       max_length: maximum number of tokens of a prompt and its generation together.
       decode: converts ids to text; required only for stop strings.
       dtype: type of the weights, the cache and the computation.
-      mesh: the devices to use; by default the first device.
       queue_size: maximum number of waiting requests; a further one is an `EngineError`.
       max_steps: tokens per stream and dispatch. A larger number reduces overhead, a smaller one
         admits new requests sooner.
-      prefill_rows, prefill_chunk: a dispatch prefills at most `rows * chunk` prompt tokens. The
-        shape is fixed: another one would sum in another order and make results depend on timing.
-      stale_kv: how new weights affect generations in flight. "recompute" prefills the stream again,
-        so that each log-prob is exactly that of its token's version. "keep" continues immediately:
-        later tokens attend to keys and values of older weights, and their log-probs are those of
-        the mixed distribution they were sampled from.
-      compile_ahead: compile all programs in the engine's thread before serving the first request,
-        instead of each on first use.
     """
 
     on_learner_device: ClassVar[bool] = True
@@ -105,19 +102,13 @@ class JaxEngine:
         self,
         arch: Architecture,
         params: Params,
-        version: int = 0,
         *,
         slots: int = 16,
         max_length: int = 2048,
         decode: Decode | None = None,
         dtype: str = "float32",
-        mesh: Mesh | None = None,
         queue_size: int = 4096,
         max_steps: int = 8,
-        prefill_rows: int = 8,
-        prefill_chunk: int = 64,
-        stale_kv: StaleKV = "recompute",
-        compile_ahead: bool = False,
     ) -> None:
         if max_length > arch.max_positions:
             raise EngineError(
@@ -127,19 +118,14 @@ class JaxEngine:
         self._decode_text = decode
         self._queue_size = queue_size
         self._max_steps = max_steps
-        self._prefill_shape = (prefill_rows, prefill_chunk)
-        self._stale_kv: StaleKV = stale_kv
-        self._compile_ahead = compile_ahead
         self._lane_sizes = lane_sizes(slots)
 
-        self._decoder = CachedDecoder(
-            arch, dtype, self._lane_sizes[-1], max_length, max_steps, mesh
-        )
+        self._decoder = CachedDecoder(arch, dtype, self._lane_sizes[-1], max_length, max_steps)
         self._cache = self._decoder.new_cache()
         self._weights = self._decoder.weights(params)
-        self._running_version = version
+        self._running_version = 0
 
-        self._table = SlotTable(slots, min_shared=prefill_chunk // 2)
+        self._table = SlotTable(slots, min_shared=_PREFILL_SHAPE[1] // 2)
         self._counters = Counters()
         self._waiting: deque[Job] = deque()
 
@@ -147,7 +133,7 @@ class JaxEngine:
         self._inbox = threading.Condition()
         self._arrived: list[Job] = []
         self._commands: list[Callable[[], None]] = []
-        self._version = version
+        self._version = 0
         self._closed: str | None = None
         self._thread = threading.Thread(target=self._run, name="jax-engine", daemon=True)
         self._thread.start()
@@ -162,8 +148,15 @@ class JaxEngine:
 
     def submit(self, request: Request) -> "Future[Generation]":
         """Raises EngineError if the request is invalid or the queue is full."""
-        self._check(request)
-        budget = min(request.sampling.max_tokens, self._max_length - len(request.prompt_ids))
+        how = request.sampling
+        problem = None
+        if len(how.stop_ids) > MAX_STOP_IDS:
+            problem = f"{len(how.stop_ids)} stop ids; the engine supports at most {MAX_STOP_IDS}"
+        elif how.stop_strings and self._decode_text is None:
+            problem = "stop strings need an engine with `decode`"
+        if problem is not None:
+            raise EngineError(f"session {request.session!r}: {problem}")
+        budget = check_request(request, self._max_length, self._decoder.arch.vocab_size)
         job = Job(request, Future(), budget)
         with self._inbox:
             if self._closed is not None:
@@ -184,14 +177,13 @@ class JaxEngine:
                 self._enqueue(lambda: self._table.release(session))
 
     def update_weights(self, params: Params, version: int) -> None:
-        """Takes effect before the next dispatch. Streams of idle sessions are recomputed when they
-        are next used; see `stale_kv` for generations in flight."""
+        """Takes effect before the next dispatch. The keys and values of all streams are recomputed
+        when they are next used, so that each log-prob is exactly that of its token's version."""
         weights = self._decoder.weights(params)
 
         def swap() -> None:
             self._weights, self._running_version = weights, version
-            keep = self._stale_kv == "keep"
-            self._table.invalidate(keep=lambda slot: keep and slot.job.generated > 0)
+            self._table.invalidate()
 
         with self._inbox:
             self._enqueue(swap)
@@ -216,26 +208,6 @@ class JaxEngine:
             "queue_length": len(self._arrived) + len(self._waiting),
         }
 
-    def _check(self, request: Request) -> None:
-        ids, how = request.prompt_ids, request.sampling
-        vocab = self._decoder.arch.vocab_size
-        problem = problem_with(how)
-        if not ids:
-            problem = "the prompt is empty"
-        elif len(ids) >= self._max_length:
-            problem = (
-                f"the prompt has {len(ids)} tokens; max_length = {self._max_length} leaves no room "
-                "for a generation"
-            )
-        elif min(ids) < 0 or max(ids) >= vocab:
-            problem = f"prompt ids must be in 0..{vocab - 1}, got {min(ids)}..{max(ids)}"
-        elif len(how.stop_ids) > MAX_STOP_IDS:
-            problem = f"{len(how.stop_ids)} stop ids; the engine supports at most {MAX_STOP_IDS}"
-        elif how.stop_strings and self._decode_text is None:
-            problem = "stop strings need an engine with `decode`"
-        if problem is not None:
-            raise EngineError(f"session {request.session!r}: {problem}")
-
     def _enqueue(self, command: Callable[[], None]) -> None:
         with self._inbox:
             if self._closed is not None:
@@ -243,21 +215,9 @@ class JaxEngine:
             self._commands.append(command)
             self._inbox.notify()
 
-    def _compile_all(self) -> None:
-        """Runs every program on empty input, so that no request has to wait for compilation."""
-        place = self._decoder.place
-        chunks = place(empty_chunks(*self._prefill_shape))
-        self._cache = self._decoder.fill(self._weights, self._cache, chunks)
-        for width in self._lane_sizes:
-            lanes, steps = place((empty_lanes(width, self._decoder.slots), np.int32(0)))
-            self._cache, _ = self._decoder.decode(self._weights, self._cache, lanes, steps)
-        self._cache = self._decoder.copy(self._cache, *place((np.int32(0), np.int32(0))))
-
     def _run(self) -> None:
         reason = "the engine is closed"
         try:
-            if self._compile_ahead:
-                self._compile_all()
             while self._take_inbox():
                 self._drop_cancelled()
                 self._admit()
@@ -328,22 +288,21 @@ class JaxEngine:
             room -= self._fill_pieces(ready)
 
     def _share(self, slot: Slot, leader: Slot, held: int) -> None:
-        where = self._decoder.place((np.int32(leader.index), np.int32(slot.index)))
-        self._cache = self._decoder.copy(self._cache, *where)
+        slots = place((np.int32(leader.index), np.int32(slot.index)))
+        self._cache = self._decoder.copy(self._cache, *slots)
         self._counters.reused_tokens += held - slot.filled
         slot.filled = held
 
     def _fill_pieces(self, slots: Sequence[Slot]) -> int:
         """Runs one prefill dispatch and returns its number of tokens."""
-        pieces = prefill_pieces(slots, *self._prefill_shape)
-        chunks = empty_chunks(*self._prefill_shape)
+        pieces = prefill_pieces(slots, *_PREFILL_SHAPE)
+        chunks = empty_chunks(*_PREFILL_SHAPE)
         for row, (slot, start, stop) in enumerate(pieces):
             chunks.rows[row] = slot.index
             chunks.tokens[row, : stop - start] = slot.ids[start:stop]
             chunks.positions[row, : stop - start] = range(start, stop)
         began = time.perf_counter()
-        placed = self._decoder.place(chunks)
-        self._cache = self._decoder.fill(self._weights, self._cache, placed)
+        self._cache = self._decoder.fill(self._weights, self._cache, place(chunks))
         jax.block_until_ready(self._cache)
         self._counters.prefill_seconds += time.perf_counter() - began
         self._counters.prefill_dispatches += 1
@@ -380,8 +339,8 @@ class JaxEngine:
             lanes.stop_ids[lane, : len(how.stop_ids)] = how.stop_ids
             lanes.controls.put(lane, how, job.request.seed)
         began = time.perf_counter()
-        placed, limit = self._decoder.place((lanes, np.int32(steps)))
-        self._cache, decoded = self._decoder.decode(self._weights, self._cache, placed, limit)
+        inputs = place((lanes, np.int32(steps)))
+        self._cache, decoded = self._decoder.decode(self._weights, self._cache, *inputs)
         decoded = jax.device_get(decoded)
         self._counters.decode_seconds += time.perf_counter() - began
         self._counters.decode_dispatches += 1

@@ -55,6 +55,34 @@ class EngineError(UserError, RuntimeError):
     """The engine cannot serve a request: too long, queue full, engine closed or server down."""
 
 
+def check_request(request: Request, max_length: int, vocab_size: int | None) -> int:
+    """The number of tokens to generate; EngineError for a request that can never be served.
+
+    `vocab_size` None: the model's vocabulary is not known.
+    """
+    ids, how = request.prompt_ids, request.sampling
+    room = max_length - len(ids)
+    problem = None
+    if how.max_tokens < 1:
+        problem = f"max_tokens must be at least 1, got {how.max_tokens}"
+    elif how.temperature < 0 or how.top_k < 0:
+        problem = f"temperature and top_k must be >= 0, got {how.temperature} and {how.top_k}"
+    elif not 0 < how.top_p <= 1 or not 0 <= how.min_p <= 1:
+        problem = f"top_p must be in (0, 1] and min_p in [0, 1], got {how.top_p} and {how.min_p}"
+    elif not ids:
+        problem = "the prompt is empty"
+    elif room < 1:
+        problem = (
+            f"the prompt has {len(ids)} tokens; max_length = {max_length} leaves no room for a "
+            "generation"
+        )
+    elif vocab_size is not None and not 0 <= min(ids) <= max(ids) < vocab_size:
+        problem = f"prompt ids must be in 0..{vocab_size - 1}, got {min(ids)}..{max(ids)}"
+    if problem is not None:
+        raise EngineError(f"session {request.session!r}: {problem}")
+    return min(how.max_tokens, room)
+
+
 class Engine(Protocol):
     """Thread-safe. `submit` returns immediately; cancelling its future cancels the generation."""
 

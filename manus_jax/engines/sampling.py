@@ -50,17 +50,6 @@ def no_controls(rows: int) -> Controls:
     )
 
 
-def problem_with(how: Sampling) -> str | None:
-    """Describes what is invalid in the settings; None if they are valid."""
-    if how.max_tokens < 1:
-        return f"max_tokens must be at least 1, got {how.max_tokens}"
-    if how.temperature < 0 or how.top_k < 0:
-        return f"temperature and top_k must be >= 0, got {how.temperature} and {how.top_k}"
-    if not 0 < how.top_p <= 1 or not 0 <= how.min_p <= 1:
-        return f"top_p must be in (0, 1] and min_p in [0, 1], got {how.top_p} and {how.min_p}"
-    return None
-
-
 def sample(
     logits: jax.Array, controls: Controls, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

@@ -8,7 +8,7 @@ engine's thread.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -32,8 +32,6 @@ class Slot:
 
     `turn` orders slots by when they last received a job. `leader` is a slot that has, or is
     computing, a longer prefix of this stream, and `shared` is the length of the common prefix.
-    `stale` means that the job continues with keys and values of older weights, which no other job
-    may use.
     """
 
     index: int
@@ -44,7 +42,6 @@ class Slot:
     turn: int = 0
     leader: "Slot | None" = None
     shared: int = 0
-    stale: bool = False
 
     @property
     def missing(self) -> int:
@@ -99,7 +96,7 @@ class SlotTable:
         """Finds the slot that has, or is computing, the longest prefix of this slot's ids."""
         slot.leader, slot.shared = None, slot.filled + self._min_shared - 1
         for other in self.slots:
-            if other is slot or other.stale:
+            if other is slot:
                 continue
             # A longer common prefix must agree where the best one so far ends.
             at, ahead = slot.shared, other.filled if other.job is None else len(other.ids) - 1
@@ -112,7 +109,7 @@ class SlotTable:
     def copyable(self, slot: Slot) -> tuple[Slot, int] | None:
         """The slot with at least `min_shared` more cached ids of this stream, and their number."""
         leader = slot.leader
-        if leader is None or leader.stale:
+        if leader is None:
             return None
         held = min(slot.shared, leader.filled)
         if held - slot.filled < self._min_shared:
@@ -128,7 +125,6 @@ class SlotTable:
         return (
             leader is not None
             and leader.job is not None
-            and not leader.stale
             and leader.turn < slot.turn
             and leader.filled < slot.shared
             and slot.shared - slot.filled >= self._min_shared
@@ -138,8 +134,6 @@ class SlotTable:
     def finish(self, slot: Slot) -> None:
         """Ends the job; the cache is kept for the session's next request."""
         slot.job = slot.leader = None
-        if slot.stale:
-            slot.filled, slot.stale = 0, False
 
     def release(self, session: str) -> None:
         """Frees the session's slots; a running job continues."""
@@ -147,13 +141,10 @@ class SlotTable:
             if slot.session == session:
                 slot.session = None
 
-    def invalidate(self, keep: Callable[[Slot], bool]) -> None:
-        """Invalidates the cache for new weights, except for running jobs that `keep` theirs."""
+    def invalidate(self) -> None:
+        """Invalidates the whole cache, for new weights."""
         for slot in self.slots:
-            if slot.job is not None and keep(slot):
-                slot.stale = True
-            else:
-                slot.filled = 0
+            slot.filled = 0
 
 
 def prefill_pieces(slots: Sequence[Slot], rows: int, chunk: int) -> list[Piece]:

@@ -7,14 +7,17 @@ a back-off; one that keeps dying is given up.
 """
 
 import contextlib
+import http.client
 import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +34,25 @@ _TAIL_LINES = 20
 
 class ServerSetupError(UserError, RuntimeError):
     """Servers cannot be used or started; nothing was started, or all of it was stopped."""
+
+
+def answers(url: str, timeout: float = 5.0) -> bool:
+    """Whether GET `url` returns status 200 in time. Proxies are not used."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(url, timeout=timeout) as answer:
+            return bool(answer.status == 200)
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct ports of the loopback interface that are free now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for bound in sockets:
+            bound.bind(("127.0.0.1", 0))
+        return [bound.getsockname()[1] for bound in sockets]
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,13 @@ is restored. This module does not import JAX.
 import contextlib
 import fcntl
 import logging
-import os
 import re
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from manus_jax.engines.protocol import EngineError
+from manus_jax.files import write_atomically
 
 _log = logging.getLogger(__name__)
 _FOLLOW_SECONDS = 2.0
@@ -56,7 +55,7 @@ def register(path: Path, url: str) -> None:
         return
     with _locked(path):
         if url not in (urls := read_addresses(path)):
-            _replace(path, [*urls, url])
+            write_atomically(path, "".join(f"{line}\n" for line in [*urls, url]))
 
 
 def unregister(path: Path, url: str) -> None:
@@ -64,8 +63,8 @@ def unregister(path: Path, url: str) -> None:
     if url not in read_addresses(path):
         return
     with _locked(path):
-        if url in (urls := read_addresses(path)):
-            _replace(path, [other for other in urls if other != url])
+        kept = [other for other in read_addresses(path) if other != url]
+        write_atomically(path, "".join(f"{line}\n" for line in kept))
 
 
 class AddressFollower:
@@ -118,18 +117,8 @@ class AddressFollower:
 def _locked(path: Path) -> Iterator[None]:
     try:
         with open(path.with_name(f".{path.name}.lock"), "w") as lock:
-            with contextlib.suppress(
-                OSError
-            ):  # no locks on this file system: see the module docstring
+            with contextlib.suppress(OSError):  # a file system without locks: see above
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
     except OSError as error:
         raise AddressError(f"the address file {path} cannot be written: {error}") from None
-
-
-def _replace(path: Path, urls: list[str]) -> None:
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w") as file:
-        file.write("".join(f"{url}\n" for url in urls))
-    os.chmod(beside, 0o644)
-    os.replace(beside, path)

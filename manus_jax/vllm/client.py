@@ -17,6 +17,7 @@ import requests
 
 from manus_jax.config.server_settings import VllmSettings
 from manus_jax.engines.protocol import EngineError, FinishReason, Generation, Request
+from manus_jax.models.architecture import Architecture, ModelError, from_hf_config
 from manus_jax.vllm.access import KEY_VARIABLE
 from manus_jax.vllm.http_connections import BreakableSession
 from manus_jax.weights.manifest import Identity
@@ -26,6 +27,7 @@ _ID_PREFIX = "generate-tokens-"
 _FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 _HOW_TO_GIVE_A_KEY = f"give the key that it was started with in {KEY_VARIABLE}"
 _HOW_TO_START = "start it with `python -m manus_jax.serve`"
+_NOT_COMPARED = ("max_positions", "initializer_range")  # they do not affect the forward pass
 
 
 class ServerFailure(EngineError):
@@ -38,16 +40,6 @@ class IncompatibleServer(ServerFailure):
 
 class RequestRefused(EngineError):
     """The request is at fault; no server will accept it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerInfo:
-    """What a server reports. `max_requests` is how many requests it runs at once."""
-
-    model: str
-    max_length: int
-    max_requests: int
-    takes_weights: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +80,18 @@ class VllmServer:
         self._control = BreakableSession(headers)
         self._generations = BreakableSession(headers)
 
-    def info(self) -> ServerInfo:
-        """Raises ServerFailure if the server is not reachable or would return wrong log-probs."""
+    def examine(self, max_length: int, push: bool, model: Architecture | None) -> int:
+        """How many requests the server runs at once; IncompatibleServer if it cannot be used.
+
+        Args:
+          max_length: the context that is needed.
+          push: whether it must take weights.
+          model: the architecture that it must serve; None: any.
+        """
         models = self._call("GET", "/v1/models", self._settings.check_timeout)
         with self._parsing():
-            model = models["data"][0]
-            self._model, max_length = model["id"], int(model["max_model_len"])
+            served = models["data"][0]
+            self._model, context = served["id"], int(served["max_model_len"])
         # The first call is slow: it also collects information about the machine.
         answer = self._call("GET", "/server_info?config_format=json", self._settings.update_timeout)
         with self._parsing():
@@ -104,13 +102,29 @@ class VllmServer:
                 f"{self.url} reports {mode}, which differ from the distribution it samples from; "
                 f"give it --logprobs-mode processed_logprobs, or {_HOW_TO_START}"
             )
+        if context < max_length:
+            raise IncompatibleServer(
+                f"{self.url} has a context of {context} tokens and {max_length} are needed: "
+                f"start it with --max-model-len {max_length}"
+            )
         transfer = _find(config, "weight_transfer_config") or {}
-        return ServerInfo(
-            self._model,
-            max_length,
-            int(_find(config, "max_num_seqs") or 1),
-            transfer.get("backend") == "manus_jax",
-        )
+        takes_weights = transfer.get("backend") == "manus_jax"
+        if push and not takes_weights:
+            raise IncompatibleServer(
+                f"{self.url} was started without this project's plug-in and takes no weights: "
+                f"{_HOW_TO_START}"
+            )
+        different = None
+        if model is not None and takes_weights:
+            answer = self._rpc("served_config", {})
+            with self._parsing():
+                different = _difference(model, dict(answer["results"][0]))
+        if different is not None:
+            raise IncompatibleServer(
+                f"{self.url} serves another model than the one that is trained: {different}; "
+                "start it from that model's directory, or from the versions in vllm.weights_dir"
+            )
+        return int(_find(config, "max_num_seqs") or 1)
 
     def check_health(self) -> None:
         self._call("GET", "/health", self._settings.check_timeout)
@@ -120,12 +134,6 @@ class VllmServer:
         answer = self._call("GET", "/weight_info", self._settings.generate_timeout)
         with self._parsing():
             return str(answer["weight_version"])
-
-    def served_config(self) -> dict[str, Any]:
-        """The served model's `config.json` with transformers' defaults; needs the plug-in."""
-        answer = self._rpc("served_config", {})
-        with self._parsing():
-            return dict(answer["results"][0])
 
     def prefix_cache(self) -> PrefixCache:
         answer = self._answer("GET", "/metrics", self._settings.check_timeout)
@@ -304,6 +312,18 @@ def _prefix_cache(text: str) -> PrefixCache:
             if name == f"vllm:prefix_cache_{key}_total":
                 counts[key] += float(line.rpartition(" ")[2])
     return PrefixCache(int(counts["queries"]), int(counts["hits"]))
+
+
+def _difference(model: Architecture, served: dict[str, Any]) -> str | None:
+    """How a served model, given its `config.json`, differs; None if it is equivalent."""
+    try:
+        other = from_hf_config(served, "its config.json")
+    except ModelError as error:
+        return str(error)
+    names = [field.name for field in dataclasses.fields(model) if field.name not in _NOT_COMPARED]
+    values = [(name, getattr(other, name), getattr(model, name)) for name in names]
+    unlike = [f"{name} is {there} and not {here}" for name, there, here in values if there != here]
+    return ", ".join(unlike) or None
 
 
 def _find(config: Any, key: str) -> Any:

@@ -8,25 +8,13 @@ import dataclasses
 import os
 import subprocess
 from collections.abc import Sequence
+from typing import Any
 
+from manus_jax.config.server_settings import VllmSettings
 from manus_jax.engines.protocol import EngineError
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
-LEARNER_MEMORY_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 ORDER_VARIABLE = "CUDA_DEVICE_ORDER"  # PCI_BUS_ID: CUDA numbers GPUs as nvidia-smi does
-
-
-@dataclasses.dataclass(frozen=True)
-class GpuSplit:
-    """GPUs by their names in CUDA_VISIBLE_DEVICES; `servers` has one group per server."""
-
-    learner: tuple[str, ...]
-    servers: tuple[tuple[str, ...], ...]
-
-    @property
-    def taken(self) -> tuple[str, ...]:
-        """All GPUs of the servers, in the order of the servers."""
-        return tuple(gpu for group in self.servers for gpu in group)
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -42,6 +30,43 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(listed.stdout.split()) if listed.returncode == 0 else ()
 
 
+def claim_gpus(settings: Any) -> Any:
+    """Reserves the GPUs of vLLM servers; returns the settings with those GPUs by name.
+
+    JAX reads the environment when it initialises its back end, so this must be called earlier.
+    Settings of other engines are returned unchanged.
+    """
+    if not isinstance(settings, VllmSettings) or settings.gpus is None:
+        return settings
+    vllm, learner = settings.gpu_memory_utilization, settings.learner_memory_fraction
+    visible = visible_gpus()
+    shared = vllm is not None and learner is not None
+    learner_gpus, server_gpus = split_gpus(visible, settings.gpus, shared)
+    if set(learner_gpus) & set(server_gpus):
+        assert vllm is not None and learner is not None
+        if vllm + learner > 1:
+            raise EngineError(
+                f"vllm.gpus: learner and vLLM share all {len(visible)} GPUs, and "
+                f"gpu_memory_utilization {vllm:g} + learner_memory_fraction {learner:g} = "
+                f"{vllm + learner:g} exceeds the memory of each"
+            )
+    os.environ[VISIBLE_VARIABLE] = ",".join(learner_gpus)
+    os.environ.setdefault(ORDER_VARIABLE, "PCI_BUS_ID")
+    if learner is not None:
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{learner:g}"
+    return dataclasses.replace(settings, gpus=server_gpus)
+
+
+def check_single_process(settings: Any) -> None:
+    """Raises EngineError where several processes would split the GPUs of one machine."""
+    if isinstance(settings, VllmSettings) and settings.gpus is not None:
+        raise EngineError(
+            "vllm.gpus splits one machine between one learner process and vLLM; with several "
+            "learner processes, start the servers separately (scripts/serve_vllm.sh) and set "
+            "vllm.urls or vllm.address_file"
+        )
+
+
 def group_gpus(gpus: Sequence[str], tensor_parallel: int) -> list[tuple[str, ...]]:
     """One group of `tensor_parallel` GPUs per server; VllmSettings checks divisibility."""
     starts = range(0, len(gpus), tensor_parallel)
@@ -49,21 +74,18 @@ def group_gpus(gpus: Sequence[str], tensor_parallel: int) -> list[tuple[str, ...
 
 
 def split_gpus(
-    visible: Sequence[str],
-    wanted: int | Sequence[int | str],
-    tensor_parallel: int,
-    shared: bool = False,
-) -> GpuSplit:
-    """Gives `wanted` GPUs, a number or names, to the servers and the rest to the learner.
+    visible: Sequence[str], requested: int | Sequence[int | str], shared: bool = False
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(GPUs of the learner, GPUs of the servers); `requested` is a number or names.
 
     A number selects the last GPUs. With `shared` the servers may take all GPUs, and the learner
     then uses the same ones.
     """
-    if isinstance(wanted, int):
-        names = tuple(visible[len(visible) - wanted :]) if wanted <= len(visible) else ()
-        count = wanted
+    if isinstance(requested, int):
+        names = tuple(visible[len(visible) - requested :]) if requested <= len(visible) else ()
+        count = requested
     else:
-        names, count = tuple(str(name) for name in wanted), len(wanted)
+        names, count = tuple(str(name) for name in requested), len(requested)
         if missing := [name for name in names if name not in visible]:
             raise EngineError(
                 f"vllm.gpus gives vLLM the GPU {missing[0]}; this process sees "
@@ -81,4 +103,4 @@ def split_gpus(
             f"{len(visible) - count} for the learner: give fewer, or share them by setting "
             "vllm.gpu_memory_utilization and vllm.learner_memory_fraction"
         )
-    return GpuSplit(rest or tuple(visible), tuple(group_gpus(names, tensor_parallel)))
+    return rest or tuple(visible), names

@@ -1,14 +1,22 @@
-"""The records that a pool keeps for each vLLM server and each request."""
+"""The records that a pool keeps for each vLLM server and each request, and the choice of a server.
+
+A session stays on one server, whose cache holds its earlier turns, unless that server is out of
+service or much more loaded than another. A server is in service only while it holds the pool's
+current weights; one that fails is marked down (`servers.health`) and returns by loading them.
+"""
 
 import dataclasses
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 
 from manus_jax.engines.protocol import EngineError, Generation, Request
+from manus_jax.servers.health import HEALTHY, BackOff, Health
 from manus_jax.vllm.client import PrefixCache, VllmServer
-from manus_jax.vllm.routing import VllmServerState
 from manus_jax.weights.manifest import Identity
+
+_NEW = Health(problem="not reached yet")
 
 
 @dataclasses.dataclass
@@ -29,7 +37,10 @@ class Member:
     other fields are guarded by the pool's lock."""
 
     server: VllmServer
-    state: VllmServerState
+    ready: bool = False  # in service
+    capacity: int = 1
+    in_flight: int = 0
+    health: Health = _NEW
     weights: Identity | None = None  # the version that it last loaded
     incompatible: bool = False  # it cannot serve until it is started differently
     loading: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -41,12 +52,25 @@ class Member:
     to_abort: list[str] = dataclasses.field(default_factory=list)
     aborting: bool = False
 
-    def become(self, state: VllmServerState) -> None:
-        """Changes the state and updates the total time with requests in flight."""
+    def due(self, now: float) -> bool:
+        """Whether the server is out of service and may be tried again."""
+        return not self.ready and self.health.may_retry(now)
+
+    def come_up(self, capacity: int) -> None:
+        """The server answers and holds the current weights."""
+        self.ready, self.capacity, self.health = True, capacity, HEALTHY
+
+    def go_down(self, problem: str, now: float, back_off: BackOff) -> None:
+        """The server failed; its requests in flight are sent to other servers."""
+        self.set_in_flight(0)
+        self.ready, self.health = False, self.health.mark_down(problem, now, back_off)
+
+    def set_in_flight(self, count: int) -> None:
+        """Also updates the total time with requests in flight."""
         now = time.monotonic()
-        if self.state.in_flight:
+        if self.in_flight:
             self.counters.busy_seconds += now - self.busy_since
-        self.state, self.busy_since = state, now
+        self.in_flight, self.busy_since = count, now
 
     def metrics(self) -> dict[str, float]:
         totals = dataclasses.asdict(self.counters)
@@ -54,9 +78,24 @@ class Member:
             **totals,
             "tokens_per_second": _rate(totals["tokens"], totals["busy_seconds"]),
             "prefix_cache_hit_rate": _rate(self.cache.hits, self.cache.queries),
-            "in_flight": self.state.in_flight,
-            "ready": self.state.ready,
+            "in_flight": self.in_flight,
+            "ready": self.ready,
         }
+
+
+def choose(members: Iterable[Member], home: str | None, imbalance: int) -> Member | None:
+    """The server for a session that was on `home`, a URL; None while none has room.
+
+    The session moves if its server has over `imbalance` more requests than the least loaded one.
+    """
+    open_now = [m for m in members if m.ready and m.in_flight < m.capacity]
+    if not open_now:
+        return None
+    least = min(open_now, key=lambda m: m.in_flight)
+    own = next((m for m in open_now if m.server.url == home), None)
+    if own is not None and own.in_flight <= least.in_flight + imbalance:
+        return own
+    return least
 
 
 @dataclasses.dataclass(eq=False)

@@ -6,7 +6,6 @@ be a temporary one.
 """
 
 import contextlib
-import dataclasses
 import logging
 import os
 import shutil
@@ -19,61 +18,22 @@ from typing import Any
 from manus_jax.config.server_settings import VllmSettings
 from manus_jax.engines.protocol import EngineError
 from manus_jax.models.huggingface import ModelCard
-from manus_jax.servers.probe import answers, free_ports
-from manus_jax.servers.processes import ServerCommand, ServerSupervisor, SupervisorSettings
+from manus_jax.servers.processes import (
+    ServerCommand,
+    ServerSupervisor,
+    SupervisorSettings,
+    answers,
+    free_ports,
+)
 from manus_jax.vllm.access import KEY_VARIABLE, read_api_key
 from manus_jax.vllm.addresses import AddressFollower, read_addresses
-from manus_jax.vllm.gpu_partition import (
-    LEARNER_MEMORY_VARIABLE,
-    ORDER_VARIABLE,
-    VISIBLE_VARIABLE,
-    group_gpus,
-    split_gpus,
-    visible_gpus,
-)
+from manus_jax.vllm.gpu_partition import group_gpus, split_gpus, visible_gpus
 from manus_jax.vllm.pool import VllmPool
 from manus_jax.weights.publisher import Publisher
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 1.0
 _STOP_SECONDS = 20.0
-
-
-def claim_gpus(settings: Any) -> Any:
-    """Reserves the GPUs of vLLM servers; returns the settings with those GPUs by name.
-
-    JAX reads the environment when it initialises its back end, so this must be called earlier.
-    Settings of other engines are returned unchanged.
-    """
-    if not isinstance(settings, VllmSettings) or settings.gpus is None:
-        return settings
-    vllm, learner = settings.gpu_memory_utilization, settings.learner_memory_fraction
-    visible = visible_gpus()
-    shared = vllm is not None and learner is not None
-    split = split_gpus(visible, settings.gpus, settings.tensor_parallel, shared)
-    if set(split.learner) & set(split.taken):
-        assert vllm is not None and learner is not None
-        if vllm + learner > 1:
-            raise EngineError(
-                f"vllm.gpus: learner and vLLM share all {len(visible)} GPUs, and "
-                f"gpu_memory_utilization {vllm:g} + learner_memory_fraction {learner:g} = "
-                f"{vllm + learner:g} exceeds the memory of each"
-            )
-    os.environ[VISIBLE_VARIABLE] = ",".join(split.learner)
-    os.environ.setdefault(ORDER_VARIABLE, "PCI_BUS_ID")
-    if learner is not None:
-        os.environ[LEARNER_MEMORY_VARIABLE] = f"{learner:g}"
-    return dataclasses.replace(settings, gpus=split.taken)
-
-
-def check_single_process(settings: Any) -> None:
-    """Raises EngineError where several processes would split the GPUs of one machine."""
-    if isinstance(settings, VllmSettings) and settings.gpus is not None:
-        raise EngineError(
-            "vllm.gpus splits one machine between one learner process and vLLM; with several "
-            "learner processes, start the servers separately (scripts/serve_vllm.sh) and set "
-            "vllm.urls or vllm.address_file"
-        )
 
 
 def open_vllm(
@@ -149,7 +109,7 @@ def supervise(
     if settings.gpus is not None:
         gpus = settings.gpus
         if isinstance(gpus, int):  # no learner has claimed GPUs
-            gpus = split_gpus(visible_gpus(), gpus, settings.tensor_parallel, shared=True).taken
+            gpus = split_gpus(visible_gpus(), gpus, shared=True)[1]
         groups = group_gpus([str(gpu) for gpu in gpus], settings.tensor_parallel)
     more: list[str] = []
     if settings.tensor_parallel > 1:

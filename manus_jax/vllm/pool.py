@@ -18,15 +18,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from manus_jax.config.server_settings import VllmSettings
-from manus_jax.engines.protocol import EngineError, Generation, Request
-from manus_jax.engines.sampling import problem_with
+from manus_jax.engines.protocol import EngineError, Generation, Request, check_request
 from manus_jax.models.architecture import Architecture
 from manus_jax.servers.health import BackOff
-from manus_jax.vllm import routing
 from manus_jax.vllm.client import (
     IncompatibleServer,
     RequestRefused,
@@ -34,22 +32,13 @@ from manus_jax.vllm.client import (
     VllmServer,
     label_of,
 )
-from manus_jax.vllm.compatibility import check_compatible
-from manus_jax.vllm.members import Job, Member
-from manus_jax.vllm.routing import VllmServerState
+from manus_jax.vllm.members import Job, Member, choose
 from manus_jax.weights.manifest import Identity
+from manus_jax.weights.publisher import Publisher
 
 _log = logging.getLogger(__name__)
 _UPKEEP_WORKERS = 3  # per server: a health check or `_bring_up`, an update, an abort
 _CLOSED = "the engine is closed"
-
-
-class WeightPublisher(Protocol):
-    """Publishes weights for servers to fetch (`weights.publisher.Publisher`)."""
-
-    root: Path
-
-    def publish(self, params: Any, version: int) -> Any: ...
 
 
 class VllmPool:
@@ -76,7 +65,7 @@ class VllmPool:
         max_length: int,
         settings: VllmSettings,
         *,
-        publisher: WeightPublisher | None = None,
+        publisher: Publisher | None = None,
         root: Path | None = None,
         target: Identity | None = None,
         model: Architecture | None = None,
@@ -127,17 +116,9 @@ class VllmPool:
 
     def submit(self, request: Request) -> "Future[Generation]":
         """Raises EngineError for a request that can never be served, and when the queue is full."""
-        room = self._max_length - len(request.prompt_ids)
-        problem = problem_with(request.sampling)
-        if not request.prompt_ids or room < 1:
-            problem = (
-                f"the prompt has {len(request.prompt_ids)} tokens, and the engine's max_length is "
-                f"{self._max_length}"
-            )
-        if problem is not None:
-            raise EngineError(f"session {request.session!r}: {problem}")
-        most = min(request.sampling.max_tokens, room)
-        sampling = dataclasses.replace(request.sampling, max_tokens=most)
+        vocab_size = None if self._model is None else self._model.vocab_size
+        budget = check_request(request, self._max_length, vocab_size)
+        sampling = dataclasses.replace(request.sampling, max_tokens=budget)
         job = Job(dataclasses.replace(request, sampling=sampling), Future())
         with self._change:
             if self._closed is not None:
@@ -168,7 +149,7 @@ class VllmPool:
         """Loads a published version on all servers in service; those that fail are marked down."""
         with self._change:
             self._target = target
-            ready = [member for member in self._members.values() if member.state.ready]
+            ready = [member for member in self._members.values() if member.ready]
             updates = [self._workers.submit(self._bring_up, member) for member in ready]
         for update in updates:
             update.result()
@@ -189,8 +170,8 @@ class VllmPool:
         with self._change:
             for member in self._members.values():
                 while member.weights != self._target:
-                    if member.state.health.incidents > 2:
-                        raise EngineError(member.state.health.problem)
+                    if member.health.incidents > 2:
+                        raise EngineError(member.health.problem)
                     self._change.wait(1.0)
 
     def add_server(self, url: str) -> None:
@@ -198,8 +179,7 @@ class VllmPool:
         url = url.rstrip("/")
         with self._change:
             if url not in self._members and self._closed is None:
-                server = VllmServer(url, self._settings, self._api_key)
-                self._members[url] = Member(server, VllmServerState(url))
+                self._members[url] = Member(VllmServer(url, self._settings, self._api_key))
                 self._grow_workers()
                 self._change.notify_all()
 
@@ -237,7 +217,7 @@ class VllmPool:
                 "queue_length": len(self._waiting),
                 "in_flight": len(self._flying),
                 "servers": len(members),
-                "servers_ready": sum(member.state.ready for member in members.values()),
+                "servers_ready": sum(member.ready for member in members.values()),
                 "sessions_moved": self._moves,
             }
         for url, member in members.items():
@@ -253,9 +233,9 @@ class VllmPool:
                 for member in self._members.values():
                     if member.attended:
                         continue
-                    if routing.due(member.state, now):
+                    if member.due(now):
                         self._attend(member, self._bring_up)
-                    elif member.state.ready and now >= member.check_at:
+                    elif member.ready and now >= member.check_at:
                         member.check_at = now + self._settings.check_every
                         self._attend(member, self._check)
                 if not self._serves() and now - self._down_since > self._settings.patience:
@@ -280,12 +260,12 @@ class VllmPool:
 
         A server in service that still holds the weights it was given is not examined again.
         """
-        label = member.server.weight_label() if member.state.ready else None
+        label = member.server.weight_label() if member.ready else None
         if label is not None and member.weights is not None and label == label_of(member.weights):
-            return member.state.capacity, label
-        info = member.server.info()
-        check_compatible(member.server, info, self._max_length, self._root is not None, self._model)
-        return info.max_requests, member.server.weight_label()
+            return member.capacity, label
+        push = self._root is not None
+        capacity = member.server.examine(self._max_length, push, self._model)
+        return capacity, member.server.weight_label()
 
     def _load(self, member: Member, label: str) -> Identity | None:
         target = self._target
@@ -304,9 +284,9 @@ class VllmPool:
             if loaded != self._target:
                 return False
             member.weights, member.incompatible = loaded, False
-            if member.state.health.down:
-                _log.warning("%s is in service again", member.state.url)
-            member.become(routing.came_up(member.state, capacity))
+            if member.health.down:
+                _log.warning("%s is in service again", member.server.url)
+            member.come_up(capacity)
             member.check_at = time.monotonic() + self._settings.check_every
             self._grow_workers()
             self._dispatch()
@@ -322,7 +302,7 @@ class VllmPool:
             member.cache = member.server.prefix_cache()
         with self._change:
             updated = member.loading.locked() or member.weights is not weights
-            if problem is not None and member.state.ready and not updated:
+            if problem is not None and member.ready and not updated:
                 self._mark_down(member, problem)
 
     def _problem(self, member: Member) -> str | None:
@@ -334,7 +314,7 @@ class VllmPool:
             return str(error)
         if member.weights is not None and label != label_of(member.weights):
             return (
-                f"{member.state.url} was restarted: it holds weights {label!r} and was given "
+                f"{member.server.url} was restarted: it holds weights {label!r} and was given "
                 f"{label_of(member.weights)!r}"
             )
         return None
@@ -359,7 +339,7 @@ class VllmPool:
             if problem is not None:
                 self._mark_down(member, problem)
                 return
-            member.become(routing.answered(member.state))
+            member.set_in_flight(member.in_flight - 1)
             if isinstance(outcome, ServerFailure) and not job.future.cancelled():
                 member.counters.failures += 1
                 self._retry(job, str(outcome))
@@ -408,13 +388,13 @@ class VllmPool:
 
     def _serves(self) -> bool:
         """Whether any server is in service."""
-        return any(member.state.ready for member in self._members.values())
+        return any(member.ready for member in self._members.values())
 
     def _none_compatible(self) -> bool:
         return bool(self._members) and all(m.incompatible for m in self._members.values())
 
     def _why_none_serves(self) -> str:
-        problems = [member.state.health.problem for member in self._members.values()]
+        problems = [member.health.problem for member in self._members.values()]
         why = "; ".join(problems) or "none is left"
         if self._none_compatible():
             return f"no vLLM server can be used: {why}"
@@ -422,14 +402,14 @@ class VllmPool:
 
     def _mark_down(self, member: Member, problem: str) -> None:
         """Takes a server out of service; its requests are sent to others."""
-        url = member.state.url
+        url = member.server.url
         if self._closed is not None or self._members.get(url) is not member:
             return
-        if member.state.health.problem != problem:
+        if member.health.problem != problem:
             _log.warning("%s is out of service: %s", url, problem)
         member.counters.failures += 1
         now, served = time.monotonic(), self._serves()
-        member.become(routing.went_down(member.state, problem, now, self._back_off))
+        member.go_down(problem, now, self._back_off)
         if served and not self._serves():
             self._down_since = now
             patience = self._settings.patience
@@ -457,14 +437,13 @@ class VllmPool:
         while self._waiting:
             session = self._waiting[0].request.session
             home = self._homes.get(session)
-            states = [member.state for member in self._members.values()]
-            chosen = routing.choose(states, home, self._settings.imbalance)
-            if chosen is None:
+            member = choose(self._members.values(), home, self._settings.imbalance)
+            if member is None:
                 return
-            job, member = self._waiting.popleft(), self._members[chosen.url]
-            self._moves += home is not None and home != chosen.url
-            self._homes[session] = chosen.url
-            member.become(routing.sent(member.state))
+            job, url = self._waiting.popleft(), member.server.url
+            self._moves += home is not None and home != url
+            self._homes[session] = url
+            member.set_in_flight(member.in_flight + 1)
             member.counters.requests += 1
             job.member, job.attempt_id = member, next(self._attempt_ids)
             self._flying.add(job)
@@ -489,7 +468,7 @@ class VllmPool:
     def _grow_workers(self) -> None:
         """Provides a worker for each request that the servers can run, and some for maintenance."""
         members = self._members.values()
-        count = sum(member.state.capacity + _UPKEEP_WORKERS for member in members)
+        count = sum(member.capacity + _UPKEEP_WORKERS for member in members)
         if count > self._worker_count:
             self._workers.shutdown(wait=False)  # submitted work still runs
             self._workers, self._worker_count = ThreadPoolExecutor(count, "vllm"), count
@@ -497,7 +476,7 @@ class VllmPool:
     def _seconds_to_next(self, now: float) -> float:
         """Seconds until the next maintenance task, at most 1."""
         idle = [member for member in self._members.values() if not member.attended]
-        times = [m.check_at if m.state.ready else m.state.health.retry_at for m in idle]
+        times = [m.check_at if m.ready else m.health.retry_at for m in idle]
         if self._waiting and not self._serves():
             times.append(self._down_since + self._settings.patience)
         return min(1.0, max(0.005, min(times, default=now + 1.0) - now))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from manus_jax.servers.launch import die_with_parent
-from manus_jax.servers.probe import answers
+from manus_jax.servers.processes import answers
 from manus_jax.vllm.access import KEY_VARIABLE, MIDDLEWARE
 from manus_jax.vllm.addresses import register, unregister
 from manus_jax.vllm.gpu_partition import ORDER_VARIABLE, VISIBLE_VARIABLE

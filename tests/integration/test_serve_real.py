@@ -190,7 +190,7 @@ def test_weights_prepared_beside_a_server_are_those_that_it_would_load_in_the_pa
         made, staged = [], []
         for server in servers:
             client = VllmServer(server.url, api_key=KEY)
-            client.info()
+            client.examine(1, False, None)
             made.append(client.generate(ask("the same"), f"same-{version}", None))
             staged.append(client._rpc("fetched_weights", {})["results"][0]["staged"])
         assert staged == [True, False]

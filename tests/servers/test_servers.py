@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from manus_jax.servers.health import HEALTHY, BackOff
-from manus_jax.servers.probe import answers, free_ports
+from manus_jax.servers.processes import answers, free_ports
 
 BACK_OFF = BackOff(first=1.0, limit=4.0)
 

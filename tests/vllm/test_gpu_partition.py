@@ -8,19 +8,19 @@ import pytest
 
 from manus_jax.config.server_settings import VllmSettings
 from manus_jax.engines.protocol import EngineError
-from manus_jax.vllm import open_pool
-from manus_jax.vllm.gpu_partition import split_gpus, visible_gpus
+from manus_jax.vllm import gpu_partition
+from manus_jax.vllm.gpu_partition import group_gpus, split_gpus, visible_gpus
 
 EIGHT = tuple("01234567")
 
 
 def test_a_number_takes_the_last_gpus_and_names_take_those():
-    split = split_gpus(EIGHT, 4, 2)
-    assert split.learner == ("0", "1", "2", "3")
-    assert split.servers == (("4", "5"), ("6", "7"))
-    named = split_gpus(EIGHT, ("0", "6"), 1)
-    assert named.servers == (("0",), ("6",))
-    assert named.learner == ("1", "2", "3", "4", "5", "7")
+    learner, servers = split_gpus(EIGHT, 4)
+    assert learner == ("0", "1", "2", "3")
+    assert group_gpus(servers, 2) == [("4", "5"), ("6", "7")]
+    learner, servers = split_gpus(EIGHT, ("0", "6"))
+    assert group_gpus(servers, 1) == [("0",), ("6",)]
+    assert learner == ("1", "2", "3", "4", "5", "7")
 
 
 @pytest.mark.parametrize(
@@ -34,11 +34,11 @@ def test_a_number_takes_the_last_gpus_and_names_take_those():
 )
 def test_impossible_splits_are_refused_with_the_arithmetic(visible, wanted, message):
     with pytest.raises(EngineError, match=message):
-        split_gpus(visible, wanted, 1)
+        split_gpus(visible, wanted)
 
 
 def claim_gpus(**options):
-    return open_pool.claim_gpus(VllmSettings(**options))
+    return gpu_partition.claim_gpus(VllmSettings(**options))
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_all_gpus_are_shared_only_by_fractions_that_fit(gpus):
 
 def test_without_gpus_in_the_options_nothing_is_touched(gpus):
     assert claim_gpus(servers=1) == VllmSettings(servers=1)
-    assert open_pool.claim_gpus(None) is None  # another engine
+    assert gpu_partition.claim_gpus(None) is None  # another engine
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 

@@ -10,8 +10,7 @@ from recording_python import HEALTHY, calls, recorder, snapshot
 
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.server_settings import VllmSettings
-from manus_jax.servers.probe import answers
-from manus_jax.servers.processes import ServerSetupError
+from manus_jax.servers.processes import ServerSetupError, answers
 from manus_jax.vllm.open_pool import supervise
 
 

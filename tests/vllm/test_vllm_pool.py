@@ -289,7 +289,7 @@ def test_servers_join_and_leave(pool, servers, tmp_path):
 
 
 def test_prompts_without_room_are_refused_and_budgets_are_cut(pool, servers):
-    with pytest.raises(EngineError, match="64 tokens, and the engine's max_length is 64"):
+    with pytest.raises(EngineError, match="64 tokens; max_length = 64 leaves no room"):
         pool.submit(ask(prompt=[1] * 64))
     with pytest.raises(EngineError, match="max_tokens must be at least 1, got 0"):
         pool.submit(ask(tokens=0))
