@@ -65,4 +65,6 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    # JAX writes programs for absent devices to its compilation cache but cannot load them again.
+    jax.config.update("jax_enable_compilation_cache", False)
     command.run(main, interrupted="nothing was written")

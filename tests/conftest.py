@@ -1,11 +1,14 @@
 """Eight virtual CPU devices for every test, set before anything imports JAX, and common fixtures.
 
-Test models are tiny and most of their time is compilation, so LLVM optimises less.
+Test models are tiny and most of their time is compilation, so LLVM optimises less, and the programs
+of one worker and of the processes it starts share a compilation cache.
 """
 
+import atexit
 import os
+import shutil
 import signal
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,13 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_llvm_disable_expensive_passes=true",
     )
 ).strip()
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # set in pytest's first process, before workers
+    compiled = tempfile.mkdtemp(prefix="compiled_")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled
+    atexit.register(shutil.rmtree, compiled, ignore_errors=True)
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # two writers of one entry could meet
+    os.environ["JAX_COMPILATION_CACHE_DIR"] += f"/{worker}"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # A shell starts background jobs with SIGINT ignored, which the tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -31,23 +41,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if INTEGRATION in item.path.parents or any(map(item.get_closest_marker, ALWAYS_SLOW)):
             item.add_marker(pytest.mark.slow)
-
-
-@pytest.fixture(scope="module")
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A compilation cache for a file whose programs have the same shapes repeatedly."""
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
-    names = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in names.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()

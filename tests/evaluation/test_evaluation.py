@@ -36,7 +36,7 @@ from manus_jax.rollout.trajectory import (
 from manus_jax.rollout.trajectory_files import read_trajectories
 from manus_jax.servers.processes import ServerProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.slow
 
 SMALL = ScratchSettings(
     vocab_size=400, hidden_size=32, intermediate_size=64, num_layers=2, head_dim=8

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -53,14 +52,10 @@ SETTINGS = (
 )
 
 
-# The runs compile the same programs.
-COMPILED = tempfile.TemporaryDirectory()
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": str(SUPPORT),
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-    "JAX_COMPILATION_CACHE_DIR": COMPILED.name,
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }
 
 

@@ -19,8 +19,6 @@ from envs.server import build_app
 from manus_jax import train
 from manus_jax.rewards import REWARDS
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 def start(run_dir: Path, *more: str, **how) -> subprocess.Popen:
     run = [sys.executable, "-m", "manus_jax.train", *arguments(run_dir, *more)]

@@ -1,6 +1,7 @@
 """`python -m manus_jax.plan` without a compiler for GPUs: estimates, user errors, alternatives."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 
@@ -131,12 +132,14 @@ def test_mistakes_are_one_line(tiny, topology, architecture, param, error, messa
     assert "\n" not in str(caught.value)
 
 
-def test_the_command_runs_by_itself_with_more_devices_than_there_are(tiny):
+def test_the_command_runs_by_itself_with_more_devices_than_there_are(tiny, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "manus_jax.plan", *arguments("cuda:2x8x80GB", tiny, "data.rows=16")],
         capture_output=True,
         text=True,
         check=False,
+        env={**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
     assert "16 x H100" in done.stdout
+    assert not any(tmp_path.iterdir())  # programs for absent devices could not be loaded again

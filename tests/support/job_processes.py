@@ -57,12 +57,10 @@ class Job:
             address = f"127.0.0.1:{free.getsockname()[1]}"
         self.run_dir = run_dir
         environment = {
-            "JAX_COMPILATION_CACHE_DIR": str(run_dir.parent / "compiled"),
             **os.environ,
             "JAX_NUM_CPU_DEVICES": str(devices),
             "XLA_FLAGS": "--xla_backend_optimization_level=0 "
             "--xla_llvm_disable_expensive_passes=true",
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
         run_dir.parent.mkdir(exist_ok=True)
         self._logs, self.processes = [], []
