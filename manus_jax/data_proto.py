@@ -10,21 +10,20 @@ retrace, and neither code inside a transformation nor its result has them. Outsi
 """
 
 import dataclasses
-import io
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from manus_jax import data_proto_columns as columns
 from manus_jax import data_proto_file
-from manus_jax.data_proto_columns import Array
+from manus_jax.files import write_atomically
 
-ROW_WEIGHT = "row_weight"
-"""float32 `[rows]`: 1 (or any positive weight) on real rows, 0 on padding rows."""
+Array = np.ndarray | jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,8 +45,8 @@ class DataProto:
 
     def __post_init__(self) -> None:
         for key, value in self.batch.items():
-            columns.check_array(key, value)
-        others = {key: columns.object_column(key, v) for key, v in self.non_tensor_batch.items()}
+            _check_array(key, value)
+        others = {key: _object_column(key, v) for key, v in self.non_tensor_batch.items()}
         object.__setattr__(self, "batch", dict(self.batch))
         object.__setattr__(self, "non_tensor_batch", others)
         object.__setattr__(self, "meta_info", dict(self.meta_info))
@@ -66,15 +65,6 @@ class DataProto:
         meta_info: Mapping[str, Any] | None = None,
     ) -> "DataProto":
         return cls(dict(tensors or {}), dict(non_tensors or {}), dict(meta_info or {}))  # type: ignore[arg-type]
-
-    @classmethod
-    def from_single_dict(
-        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None
-    ) -> "DataProto":
-        """Assigns columns by type: numeric and bool arrays are tensors, all else per-row values."""
-        tensors = {key: value for key, value in data.items() if columns.is_numeric_array(value)}
-        others = {key: value for key, value in data.items() if key not in tensors}
-        return cls.from_dict(tensors, others, meta_info)
 
     @classmethod
     def empty(cls, meta_info: Mapping[str, Any] | None = None) -> "DataProto":
@@ -106,24 +96,19 @@ class DataProto:
             f"meta_info={list(self.meta_info)})"
         )
 
-    def __iter__(self) -> Iterator[DataProtoItem]:
-        return (self._item(row) for row in range(len(self)))
-
     def __getitem__(self, index: Any) -> Any:
         """A row (`int` → `DataProtoItem`), or rows (slice, indexes or bool mask → `DataProto`)."""
-        if isinstance(index, slice):
+        if isinstance(index, slice | jax.core.Tracer):
             return self._rows(index)
-        if isinstance(index, jax.core.Tracer):
-            return self._rows(index)
-        array = np.asarray(index)
-        if array.ndim == 0 and array.dtype.kind in "iu":
-            return self._item(int(self._checked_indexes(array[None])[0]))
-        return self._rows(self._checked_indexes(array))
-
-    def _item(self, row: int) -> DataProtoItem:
+        # JAX clamps out-of-bounds indexes, which would silently repeat rows; NumPy refuses them.
+        rows = np.arange(len(self))[index]
+        if rows.ndim > 1:
+            raise ValueError(f"indexes must be one-dimensional, got shape {rows.shape}")
+        if rows.ndim:
+            return self._rows(rows)
         return DataProtoItem(
-            {key: value[row] for key, value in self.batch.items()},
-            {key: value[row] for key, value in self.non_tensor_batch.items()},
+            {key: value[rows] for key, value in self.batch.items()},
+            {key: value[rows] for key, value in self.non_tensor_batch.items()},
             dict(self.meta_info),
         )
 
@@ -134,23 +119,6 @@ class DataProto:
             self.meta_info,
         )
 
-    def _checked_indexes(self, indexes: np.ndarray) -> np.ndarray:
-        # JAX clamps out-of-bounds indexes, which would silently repeat rows.
-        rows = len(self)
-        if indexes.ndim != 1:
-            raise ValueError(f"indexes must be one-dimensional, got shape {indexes.shape}")
-        if indexes.dtype == bool:
-            if len(indexes) != rows:
-                raise ValueError(f"a bool mask of {len(indexes)} does not fit {rows} rows")
-            return np.flatnonzero(indexes)
-        if indexes.size == 0:
-            return np.zeros(0, np.int64)
-        if indexes.dtype.kind not in "iu":
-            raise ValueError(f"indexes must be integers or bools, got {indexes.dtype}")
-        for bad in indexes[(indexes < -rows) | (indexes >= rows)][:1]:
-            raise IndexError(f"index {bad} is out of range for {rows} rows")
-        return indexes.astype(np.int64) % max(rows, 1)
-
     def select(
         self,
         batch_keys: Iterable[str] | None = None,
@@ -159,9 +127,9 @@ class DataProto:
     ) -> "DataProto":
         """Keeps the named keys; `None` keeps all of that part."""
         return self._unchecked(
-            columns.pick(self.batch, batch_keys, "batch"),
-            columns.pick(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch"),
-            columns.pick(self.meta_info, meta_info_keys, "meta_info"),
+            _pick(self.batch, batch_keys, "batch"),
+            _pick(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch"),
+            _pick(self.meta_info, meta_info_keys, "meta_info"),
         )
 
     def pop(
@@ -179,35 +147,13 @@ class DataProto:
         )
         return popped, rest
 
-    def rename(self, names: Mapping[str, str]) -> "DataProto":
-        """Renames keys of `batch` and `non_tensor_batch`: `{old: new}`."""
-        keys = [*self.batch, *self.non_tensor_batch]
-        for old in names:
-            if old not in keys:
-                raise KeyError(f"cannot rename unknown key {old!r}; there are {keys}")
-        renamed = [names.get(key, key) for key in keys]
-        for new in renamed:
-            if renamed.count(new) > 1:
-                raise ValueError(f"renaming {dict(names)} gives two columns the name {new!r}")
-        return self._unchecked(
-            {names.get(key, key): value for key, value in self.batch.items()},
-            {names.get(key, key): value for key, value in self.non_tensor_batch.items()},
-            self.meta_info,
-        )
-
     def union(self, other: "DataProto") -> "DataProto":
         """The keys of both; a key in both must have bitwise identical content."""
-        if self._has_columns and other._has_columns and len(self) != len(other):
-            raise ValueError(f"union of {len(self)} rows with {len(other)} rows")
         return DataProto(
-            columns.merge(self.batch, other.batch, "batch"),
-            columns.merge(self.non_tensor_batch, other.non_tensor_batch, "non_tensor_batch"),
-            columns.merge(self.meta_info, other.meta_info, "meta_info"),
+            _merge(self.batch, other.batch, "batch"),
+            _merge(self.non_tensor_batch, other.non_tensor_batch, "non_tensor_batch"),
+            _merge(self.meta_info, other.meta_info, "meta_info"),
         )
-
-    @property
-    def _has_columns(self) -> bool:
-        return bool(self.batch or self.non_tensor_batch)
 
     @staticmethod
     def concat(protos: Sequence["DataProto"]) -> "DataProto":
@@ -223,10 +169,8 @@ class DataProto:
                         f"concat: {part} of item {number} has keys {sorted(there)}, "
                         f"that of item 0 has {sorted(here)}"
                     )
-            meta = columns.merge(meta, proto.meta_info, "meta_info")
-        batch = {
-            key: columns.concat_arrays(key, [p.batch[key] for p in protos]) for key in first.batch
-        }
+            meta = _merge(meta, proto.meta_info, "meta_info")
+        batch = {key: _concat_arrays(key, [p.batch[key] for p in protos]) for key in first.batch}
         others = {
             key: np.concatenate([p.non_tensor_batch[key] for p in protos])
             for key in first.non_tensor_batch
@@ -242,12 +186,6 @@ class DataProto:
             )
         size = len(self) // chunks
         return [self[i * size : (i + 1) * size] for i in range(chunks)]
-
-    def split(self, size: int) -> list["DataProto"]:
-        """Parts of `size` rows, in order; the last may be smaller."""
-        if size < 1:
-            raise ValueError(f"split size must be at least 1, got {size}")
-        return [self[start : start + size] for start in range(0, len(self), size)]
 
     def repeat(self, times: int, interleave: bool = True) -> "DataProto":
         """Each row `times` times: a a b b (`interleave`), or a b a b."""
@@ -287,17 +225,14 @@ class DataProto:
         units = np.arange(len(self))
         if by is not None:
             numbers: dict[Any, int] = {}
-            column = columns.pick(self.non_tensor_batch, [by], "non_tensor_batch")[by]
+            column = _pick(self.non_tensor_batch, [by], "non_tensor_batch")[by]
             units = np.array([numbers.setdefault(v, len(numbers)) for v in column], np.int64)
         count = int(units.max(initial=-1)) + 1
         size = count if mini_batch_size is None else mini_batch_size
         if size < 1 and count:
             raise ValueError(f"mini_batch_size must be at least 1, got {size}")
         if by is None and count and count % size:
-            raise ValueError(
-                f"{count} rows do not divide into mini-batches of {size}; "
-                f"pad_to_divisor({size}) first"
-            )
+            raise ValueError(f"{count} rows do not divide into mini-batches of {size}")
 
         def mini_batches() -> Iterator["DataProto"]:
             for epoch in range(epochs):
@@ -313,56 +248,115 @@ class DataProto:
 
         return mini_batches()
 
-    def pad_to_divisor(self, divisor: int) -> "DataProto":
-        """Appends rows of zeros (and `None`) up to a multiple of `divisor`, with `row_weight` 0."""
-        if divisor < 1:
-            raise ValueError(f"divisor must be at least 1, got {divisor}")
-        rows, extra = len(self), -len(self) % divisor
-        batch = dict(self.batch)
-        weight = batch.setdefault(ROW_WEIGHT, np.ones(rows, np.float32))
-        if weight.dtype != np.float32 or weight.ndim != 1:
-            raise ValueError(
-                f"batch[{ROW_WEIGHT!r}] must be float32 [rows], got {weight.dtype}{weight.shape}"
-            )
-        padded: dict[str, Array] = {}
-        for key, value in batch.items():
-            zeros = np.zeros((extra, *value.shape[1:]), value.dtype)
-            padded[key] = columns.concat_arrays(key, [value, zeros]) if extra else value
-        nones = np.full(extra, None, object)
-        others = {key: np.concatenate([v, nones]) for key, v in self.non_tensor_batch.items()}
-        return DataProto(padded, others, self.meta_info)
-
-    def unpad(self) -> "DataProto":
-        """Drops all rows of weight zero, and `row_weight` itself if all other weights are 1."""
-        if ROW_WEIGHT not in self.batch:
-            raise KeyError(
-                f"unpad needs batch[{ROW_WEIGHT!r}] from pad_to_divisor; there are {[*self.batch]}"
-            )
-        weight = np.asarray(self.batch[ROW_WEIGHT])
-        real = self if weight.all() else self[weight != 0]
-        if (weight[weight != 0] == 1).all():
-            _, real = real.pop([ROW_WEIGHT])
-        return real
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one file atomically, without pickle."""
-        data_proto_file.write(path, self.batch, self.non_tensor_batch, self.meta_info)
+        write_atomically(Path(path), self.to_bytes())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "DataProto":
         """Reads a file of `save`; arrays are NumPy arrays with their original dtypes."""
-        with open(path, "rb") as file:
-            return cls.from_dict(*data_proto_file.read(file, str(path)))
+        return cls.from_bytes(Path(path).read_bytes(), str(path))
 
     def to_bytes(self) -> bytes:
         """The contents of a file of `save`, for sending to another process."""
-        buffer = io.BytesIO()
-        data_proto_file.dump(buffer, self.batch, self.non_tensor_batch, self.meta_info)
-        return buffer.getvalue()
+        return data_proto_file.encode(self.batch, self.non_tensor_batch, self.meta_info)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "DataProto":
-        return cls.from_dict(*data_proto_file.read(io.BytesIO(data), "the message"))
+    def from_bytes(cls, data: bytes, name: str = "the message") -> "DataProto":
+        """The inverse of `to_bytes`; errors refer to the data as `name`."""
+        return cls.from_dict(*data_proto_file.decode(data, name))
+
+
+def _is_numeric_array(value: Any) -> bool:
+    return isinstance(value, jax.Array) or (
+        isinstance(value, np.ndarray)
+        and (value.dtype == bool or jax.dtypes.issubdtype(value.dtype, np.number))
+    )
+
+
+def _check_array(key: str, value: Any) -> None:
+    if not _is_numeric_array(value):
+        kind = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+        raise ValueError(
+            f"batch[{key!r}] must be a NumPy or JAX array of numbers or bools, got {kind}; "
+            "per-row Python values belong in non_tensor_batch"
+        )
+    if value.ndim == 0:
+        raise ValueError(f"batch[{key!r}] is a scalar; it needs a leading row dimension")
+
+
+def _object_column(key: str, values: Any) -> np.ndarray:
+    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
+        return values
+    if isinstance(values, np.ndarray) and values.ndim > 0:
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        raise ValueError(
+            f"non_tensor_batch[{key!r}] must be a list, tuple or array with one value per row, "
+            f"got {type(values).__name__}"
+        )
+    column = np.empty(len(values), object)
+    for row, value in enumerate(values):  # row by row: NumPy would unpack nested lists
+        column[row] = value
+    return column
+
+
+def _pick(part: dict[str, Any], keys: Iterable[str] | None, name: str) -> dict[str, Any]:
+    if keys is None:
+        return dict(part)
+    if isinstance(keys, str):
+        raise ValueError(f"{name} keys must be a list of names, got the string {keys!r}")
+    keys = list(keys)
+    for key in keys:
+        if key not in part:
+            raise KeyError(f"no key {key!r} in {name}; there are {list(part)}")
+    return {key: part[key] for key in keys}
+
+
+def _merge(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> dict[str, Any]:
+    for key in ours:
+        if key in theirs and not _same(ours[key], theirs[key]):
+            raise ValueError(
+                f"{name}[{key!r}] differs between the two: "
+                f"{_describe(ours[key])} and {_describe(theirs[key])}"
+            )
+    return ours | theirs
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, np.ndarray | jax.Array):
+        return f"{value.dtype}{list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal in type and content; NaN equals itself, and 1, 1.0 and True differ."""
+    if a is b:
+        return True
+    if isinstance(a, np.ndarray | jax.Array) and isinstance(b, np.ndarray | jax.Array):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        if a.dtype == object:
+            return all(map(_same, a.ravel(), b.ravel()))
+        return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b) or bool(a != a and b != b)
+
+
+def _concat_arrays(key: str, arrays: Sequence[Array]) -> Array:
+    kinds = {(str(array.dtype), array.shape[1:]) for array in arrays}
+    if len(kinds) > 1:
+        listed = ", ".join(f"{dtype}[rows, *{shape}]" for dtype, shape in sorted(kinds))
+        raise ValueError(f"concat: batch[{key!r}] is not the same in all: {listed}")
+    if any(isinstance(array, jax.Array) for array in arrays):
+        return jnp.concatenate(arrays)
+    return np.concatenate(arrays)
 
 
 class _HostValues:

@@ -1,16 +1,14 @@
 """The file format of a DataProto: an .npz archive with the arrays, and JSON for everything else.
 
-Without pickle, reading a file never runs code. The archive's checksums detect damaged files, and
-files are written atomically.
+Without pickle, reading a file never runs code. The archive's checksums detect damaged files.
 """
 
 import base64
+import io
 import json
-import os
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,30 +16,11 @@ import numpy as np
 FORMAT = "manus_jax.DataProto/1"
 
 
-def write(
-    path: str | os.PathLike[str],
+def encode(
     batch: Mapping[str, np.ndarray | jax.Array],
     non_tensor_batch: Mapping[str, np.ndarray],
     meta_info: dict[str, Any],
-) -> None:
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "wb") as file:
-            dump(file, batch, non_tensor_batch, meta_info)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def dump(
-    file: BinaryIO,
-    batch: Mapping[str, np.ndarray | jax.Array],
-    non_tensor_batch: Mapping[str, np.ndarray],
-    meta_info: dict[str, Any],
-) -> None:
+) -> bytes:
     arrays = {f"array_{i}": _storable(key, v) for i, (key, v) in enumerate(batch.items())}
     header = {
         "format": FORMAT,
@@ -53,17 +32,19 @@ def dump(
         "meta_info": _to_json(meta_info, "meta_info"),
     }
     arrays["header"] = np.frombuffer(json.dumps(header).encode("ascii"), np.uint8)
-    np.savez(file, allow_pickle=False, **arrays)
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **arrays)
+    return buffer.getvalue()
 
 
-def read(
-    file: BinaryIO, name: str
+def decode(
+    data: bytes, name: str
 ) -> tuple[dict[str, np.ndarray], dict[str, list[Any]], dict[str, Any]]:
-    """Returns `(batch, non_tensor_batch, meta_info)`; errors refer to the file as `name`."""
+    """Returns `(batch, non_tensor_batch, meta_info)`; errors refer to the data as `name`."""
+    file = io.BytesIO(data)
     try:
         if not zipfile.is_zipfile(file):
             raise ValueError("it is truncated, or of another format")
-        file.seek(0)
         archive = np.load(file, allow_pickle=False)
         header = json.loads(archive["header"].tobytes())
         if header["format"] != FORMAT:

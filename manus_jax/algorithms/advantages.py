@@ -25,20 +25,11 @@ def gae(
 
     delta_t = r_t + gamma v_next - v_t, adv_t = delta_t + gamma lam adv_next, where "next" is the
     next agent token (0 after the last): tokens outside the mask contribute no reward, no delta and
-    no decay.
+    no decay. `v_t` is the value of the state before each token. Returns (adv_t, ret_t), [T] each,
+    with ret_t = adv_t + v_t; 0 outside the mask.
 
     See "High-Dimensional Continuous Control Using Generalized Advantage Estimation", Schulman et
     al. (https://arxiv.org/abs/1506.02438).
-
-    Args:
-      r_t: rewards, [T].
-      v_t: value of the state before each token, [T].
-      mask_t: agent tokens, [T].
-      gamma: discount per agent token.
-      lam: mixing parameter.
-
-    Returns:
-      (adv_t, ret_t), both [T], with ret_t = adv_t + v_t; 0 outside the mask.
     """
     chex.assert_rank([r_t, v_t, mask_t], 1)
     chex.assert_equal_shape([r_t, v_t, mask_t])
@@ -62,15 +53,7 @@ def gae(
 def rewards_to_go(r_t: chex.Array, mask_t: chex.Array, gamma: float) -> jax.Array:
     """Discounted sum of the rewards from each agent token on, across observations.
 
-    g_t = r_t + gamma g_next, where "next" is the next agent token of the sequence.
-
-    Args:
-      r_t: rewards, [T].
-      mask_t: agent tokens, [T].
-      gamma: discount per agent token.
-
-    Returns:
-      g_t, [T]; 0 outside the mask.
+    g_t = r_t + gamma g_next, where "next" is the next agent token; 0 outside the mask. All [T].
     """
     chex.assert_rank([r_t, mask_t], 1)
     chex.assert_equal_shape([r_t, mask_t])
@@ -85,22 +68,11 @@ def rewards_to_go(r_t: chex.Array, mask_t: chex.Array, gamma: float) -> jax.Arra
     return jax.lax.scan(step, jnp.zeros((), jnp.float32), inputs, reverse=True)[1]
 
 
-def whiten(
-    x: chex.Array, mask: chex.Array, shift_mean: bool = True, eps: float = 1e-8
-) -> jax.Array:
-    """Scales the masked entries to zero mean and unit variance (Bessel-corrected).
+def whiten(x: chex.Array, mask: chex.Array, eps: float = 1e-8) -> jax.Array:
+    """Scales the masked entries of `x`, of any shape, to zero mean and unit variance.
 
-    If all entries are equal up to float noise, or there is only one, the result is the mean: 0, or
-    the original mean if `shift_mean` is False.
-
-    Args:
-      x: values of any shape, e.g. [B, T].
-      mask: entries to include, same shape.
-      shift_mean: False keeps the mean.
-      eps: added to the variance.
-
-    Returns:
-      Same shape as `x`; 0 outside the mask.
+    The variance is Bessel-corrected, and `eps` is added to it. If all entries are equal up to float
+    noise, or there is only one, the result is 0. 0 outside the mask.
     """
     chex.assert_equal_shape([x, mask])
     chex.assert_type(x, float)
@@ -112,8 +84,7 @@ def whiten(
 
     spread = jnp.max(x, where=mask, initial=-jnp.inf) - jnp.min(x, where=mask, initial=jnp.inf)
     constant = spread <= CONSTANT_RTOL * jnp.max(jnp.abs(x), where=mask, initial=0.0)
-    whitened = jnp.where(constant, 0.0, deviation * jax.lax.rsqrt(variance + eps))
-    return whitened if shift_mean else jnp.where(mask, whitened + mean, 0.0)
+    return jnp.where(constant, 0.0, deviation * jax.lax.rsqrt(variance + eps))
 
 
 class GroupStatistics(NamedTuple):
@@ -128,13 +99,7 @@ class GroupStatistics(NamedTuple):
 def group_statistics(
     scores: chex.Array, group_ids: chex.Array, valid: chex.Array
 ) -> GroupStatistics:
-    """Size, mean, unbiased std of each row's group, and whether it is constant.
-
-    Args:
-      scores: [B].
-      group_ids: int, [B], in [0, B).
-      valid: [B]; other rows are ignored, whatever their values.
-    """
+    """Statistics of each row's group; all [B]. Rows that are not valid are ignored."""
     chex.assert_rank([scores, group_ids, valid], 1)
     chex.assert_equal_shape([scores, group_ids, valid])
     chex.assert_type([scores, group_ids], [float, int])
@@ -171,19 +136,11 @@ def grpo(
     """Group-relative advantage: (score - group mean) / (group std + eps).
 
     For a group of one, the mean is taken as 0 and the std as 1. If all scores of a group are equal
-    up to float noise, the advantage is exactly 0.
+    up to float noise, the advantage is exactly 0. Without `normalize_by_std` only the mean is
+    subtracted, which does not favour tasks with success rates near 0 or 1 (Dr. GRPO). All [B].
 
-    See "DeepSeekMath", Shao et al. (https://arxiv.org/abs/2402.03300).
-
-    Args:
-      scores: one per episode, [B].
-      group_ids: int, [B], in [0, B).
-      valid: [B]; False rows are ignored and get 0.
-      normalize_by_std: False only subtracts the mean.
-      eps: added to the std.
-
-    Returns:
-      [B].
+    See "DeepSeekMath", Shao et al. (https://arxiv.org/abs/2402.03300), and "Understanding
+    R1-Zero-Like Training", Liu et al. (https://arxiv.org/abs/2503.20783).
     """
     stats = group_statistics(scores, group_ids, valid)
     centred = _centred(scores, stats, valid)
@@ -192,22 +149,12 @@ def grpo(
     return centred / (jnp.where(stats.size > 1, stats.std, 1.0) + eps)
 
 
-def dr_grpo(scores: chex.Array, group_ids: chex.Array, valid: chex.Array) -> jax.Array:
-    """GRPO without dividing by the std, which favours tasks with success rates near 0 or 1.
-
-    See "Understanding R1-Zero-Like Training", Liu et al. (https://arxiv.org/abs/2503.20783).
-    Arguments, all [B], and result as in `grpo`.
-    """
-    return grpo(scores, group_ids, valid, normalize_by_std=False)
-
-
 def rloo(scores: chex.Array, group_ids: chex.Array, valid: chex.Array) -> jax.Array:
     """Leave-one-out advantage: the score minus the mean score of the others in the group.
 
     Equal to n / (n - 1) (score - group mean); the score itself in a group of one.
 
     See "Back to Basics", Ahmadian et al. (https://arxiv.org/abs/2402.14740).
-    Arguments, all [B], and result as in `grpo`.
     """
     stats = group_statistics(scores, group_ids, valid)
     return _centred(scores, stats, valid) * stats.size / jnp.maximum(stats.size - 1.0, 1.0)
@@ -218,39 +165,24 @@ def reinforce_pp_baseline(
 ) -> jax.Array:
     """REINFORCE++ with a group baseline: subtracts the group mean, then whitens over all tokens.
 
-    See "REINFORCE++", Hu et al. (https://arxiv.org/abs/2501.03262).
-
-    Args:
-      scores: one per episode, [B].
-      group_ids: int, [B], in [0, B).
-      valid: [B].
-      mask: agent tokens, [B, T].
-
-    Returns:
-      [B, T]; 0 outside the mask and in rows that are not valid.
+    `mask` and the result are [B, T]. See "REINFORCE++", Hu et al.
+    (https://arxiv.org/abs/2501.03262).
     """
     chex.assert_rank(mask, 2)
     counted = jnp.asarray(mask, bool) & jnp.asarray(valid, bool)[:, None]
-    centred = dr_grpo(scores, group_ids, valid)
+    centred = grpo(scores, group_ids, valid, normalize_by_std=False)
     return whiten(jnp.broadcast_to(centred[:, None], mask.shape), counted)
 
 
 def remax(returns: chex.Array, greedy_scores: chex.Array) -> jax.Array:
-    """ReMax: the return minus the score of a greedy rollout of the same task.
+    """ReMax: the rewards-to-go, [B, T], minus the score of a greedy rollout of the same task, [B].
 
     See "ReMax", Li et al. (https://arxiv.org/abs/2310.10505).
-
-    Args:
-      returns: episode scores, [B], or rewards-to-go of their tokens, [B, T].
-      greedy_scores: [B].
-
-    Returns:
-      Same shape as `returns`.
     """
-    chex.assert_rank([returns, greedy_scores], [{1, 2}, 1])
+    chex.assert_rank([returns, greedy_scores], [2, 1])
     chex.assert_type([returns, greedy_scores], float)
     chex.assert_equal_shape_prefix([returns, greedy_scores], 1)
-    return returns - jnp.reshape(greedy_scores, (-1,) + (1,) * (returns.ndim - 1))
+    return returns - greedy_scores[:, None]
 
 
 def grpo_passk(
@@ -267,7 +199,6 @@ def grpo_passk(
 
     See "Optimizing Language Models for Inference Time Objectives using Reinforcement Learning",
     Tang et al. (https://arxiv.org/abs/2503.19595).
-    Arguments and result as in `grpo`.
     """
     stats = group_statistics(scores, group_ids, valid)
     group_ids, valid = jnp.asarray(group_ids), jnp.asarray(valid, bool)
@@ -289,20 +220,12 @@ def grpo_passk(
 
 
 def has_signal(outcomes: chex.Array, group_ids: chex.Array, valid: chex.Array) -> jax.Array:
-    """Selects rows of groups whose outcomes differ, which dynamic sampling keeps.
+    """Selects rows of groups whose outcomes differ, which dynamic sampling keeps: bool [B].
 
     Pass the outcome (success, final score) rather than a shaped reward: with shaping, groups in
-    which every episode fails look informative.
+    which every episode fails look informative. Rows that are not valid and groups of one are False.
 
     See "DAPO", Yu et al. (https://arxiv.org/abs/2503.14476).
-
-    Args:
-      outcomes: one per episode, [B].
-      group_ids: int, [B], in [0, B).
-      valid: [B].
-
-    Returns:
-      bool, [B]; False in rows that are not valid and in groups of one.
     """
     stats = group_statistics(outcomes, group_ids, valid)
     return jnp.asarray(valid, bool) & (stats.size > 1) & ~stats.constant

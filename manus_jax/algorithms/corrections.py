@@ -64,20 +64,10 @@ def importance_weights(
     segment_ids: chex.Array | None = None,
     num_segments: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The weight of every token, detached.
+    """The weight of every token, detached, and 1 where the ratio was truncated, masked or rejected.
 
-    Args:
-      correction: level and action.
-      log_probs: the learner's (old) log-probs, [rows, length].
-      sampler_log_probs: [rows, length].
-      mask: agent tokens, [rows, length].
-      segment_ids: int, [rows, length], numbered per row in [0, num_segments); optional at token
-        level.
-      num_segments: static bound on the segments in a row.
-
-    Returns:
-      (weights, changed), [rows, length]; `changed` is 1 where the ratio was truncated, masked or
-      rejected. Outside the mask, the weight is 1 and `changed` is 0.
+    All arrays are [rows, length]; `log_probs` are the learner's (old) ones. Token-level corrections
+    need no segment ids (see `segments`). Outside the mask, the weight is 1.
     """
     chex.assert_equal_shape([log_probs, sampler_log_probs, mask])
     chex.assert_type([log_probs, sampler_log_probs], float)
@@ -103,18 +93,12 @@ def importance_weights(
 def mismatch_metrics(
     log_probs: chex.Array, sampler_log_probs: chex.Array, mask: chex.Array
 ) -> dict[str, jax.Array]:
-    """Metrics of the mismatch between learner and sampler on the sampled tokens.
+    """Metrics of the mismatch between learner and sampler on the agent tokens of a batch.
 
-    Args:
-      log_probs: the learner's, any shape.
-      sampler_log_probs: same shape.
-      mask: agent tokens of the whole batch, same shape.
-
-    Returns:
-      Scalars: mean and max of |log-prob difference| and of |probability difference|, KL(sampler ||
-      learner) by k1 and k3, the Pearson correlation of the probabilities (if undefined, 1 for equal
-      probabilities and 0 otherwise), and the effective sample size of the importance weights as a
-      fraction of the tokens (1 on policy).
+    Arrays of one shape. Scalars: mean and max of |log-prob difference| and of |probability
+    difference|, KL(sampler || learner) by k1 and k3, the Pearson correlation of the probabilities
+    (if undefined, 1 for equal probabilities and 0 otherwise), and the effective sample size of the
+    importance weights as a fraction of the tokens (1 on policy).
     """
     chex.assert_equal_shape([log_probs, sampler_log_probs, mask])
     chex.assert_type([log_probs, sampler_log_probs], float)

@@ -43,33 +43,18 @@ def _similar(a: str, b: str, threshold: float) -> bool:
 def cluster_anchors(
     observations: Sequence[Sequence[str]],
     group_ids: Sequence[int] | np.ndarray,
-    similarity: float | None = None,
-    num_steps: int | None = None,
+    similarity: float | None,
+    num_steps: int,
 ) -> np.ndarray:
     """Numbers the anchor observations of a batch of episodes (host side).
 
-    Two steps get the same id if their episodes belong to one group and their observations are
-    identical. With `similarity`, difflib's ratio between the step's observation and the first
+    `observations` are what the agent saw before each step of each of B episodes. Two steps get the
+    same id if their episodes belong to one group and their observations are identical. With
+    `similarity`, in (0, 1], difflib's ratio between the step's observation and the first
     observation of the cluster must reach it; the earliest such cluster is used.
 
-    Args:
-      observations: for each of B episodes, what the agent saw before each of its steps.
-      group_ids: [B].
-      similarity: None for exact equality, else a threshold in (0, 1].
-      num_steps: K, the padded number of steps; None for that of the longest episode.
-
-    Returns:
-      int32 [B, K], ids in [0, B * K); padding holds 0 and is identified by the steps' mask.
+    Returns int32 [B, num_steps], ids in [0, B * num_steps); padding is 0.
     """
-    if similarity is not None and not 0.0 < similarity <= 1.0:
-        raise ValueError(f"similarity must be in (0, 1], or None for exact match; got {similarity}")
-    if len(observations) != len(group_ids):
-        raise ValueError(f"{len(observations)} episodes but {len(group_ids)} group_ids")
-    longest = max((len(episode) for episode in observations), default=0)
-    num_steps = longest if num_steps is None else num_steps
-    if longest > num_steps:
-        raise ValueError(f"an episode has {longest} steps, more than num_steps={num_steps}")
-
     ids = np.zeros((len(observations), num_steps), np.int32)
     first_of_cluster: dict[int, list[tuple[str, int]]] = {}
     known: dict[tuple[int, str], int] = {}
@@ -90,16 +75,7 @@ def cluster_anchors(
 
 
 def step_returns(rewards: chex.Array, step_mask: chex.Array, gamma: float) -> jax.Array:
-    """Discounted return of each step, R_k = r_k + gamma R_{k+1}, within its episode.
-
-    Args:
-      rewards: [B, K].
-      step_mask: steps that were taken, [B, K].
-      gamma: discount per step.
-
-    Returns:
-      [B, K]; 0 at padding.
-    """
+    """Discounted return of each step of its episode, R_k = r_k + gamma R_{k+1}, [B, K]."""
     chex.assert_rank([rewards, step_mask], 2)
     return jax.vmap(advantages.rewards_to_go, (0, 0, None))(rewards, step_mask, gamma)
 
@@ -111,18 +87,10 @@ def step_advantages(
     normalize_by_std: bool = False,
     eps: float = 1e-6,
 ) -> jax.Array:
-    """Each step's return relative to the other steps from the same anchor state.
+    """Each step's return relative to the other steps from the same anchor state; all [B, K].
 
-    Args:
-      returns: discounted step returns, [B, K].
-      step_mask: steps to include, [B, K].
-      anchor_ids: int, [B, K], in [0, B * K).
-      normalize_by_std: False subtracts the cluster's mean (mean_norm), True divides by its std as
-        well (mean_std_norm).
-      eps: added to the std.
-
-    Returns:
-      [B, K]; 0 for a step that is the only one of its cluster, and at padding.
+    `normalize_by_std` False subtracts the cluster's mean (mean_norm), True divides by its std as
+    well (mean_std_norm). 0 for a step that is the only one of its cluster, and at padding.
     """
     chex.assert_rank([returns, step_mask, anchor_ids], 2)
     chex.assert_equal_shape([returns, step_mask, anchor_ids])
@@ -142,22 +110,11 @@ def gigpo(
     normalize_by_std: bool = False,
     eps: float = 1e-6,
 ) -> jax.Array:
-    """A = A_episode + step_weight A_step for each step.
+    """A = A_episode + step_weight A_step for each step, [B, K]; 0 at padding.
 
-    A_episode is GRPO's advantage; each episode counts once, regardless of its number of steps.
-
-    Args:
-      scores: one per episode, [B].
-      group_ids: int, [B], in [0, B).
-      valid: [B]; False rows are excluded from both parts and get 0.
-      steps: see `Steps`.
-      gamma: discount per step of the step returns.
-      step_weight: omega.
-      normalize_by_std: in both parts; False is mean_norm, True mean_std_norm.
-      eps: added to the std.
-
-    Returns:
-      [B, K], one advantage per step; 0 at padding.
+    A_episode is GRPO's advantage of the scores [B]; each episode counts once, regardless of its
+    number of steps. Rows that are not valid are excluded from both parts and get 0. `gamma` is the
+    discount per step, `step_weight` the paper's omega.
     """
     chex.assert_equal_shape([steps.rewards, steps.mask, steps.anchor_ids])
     chex.assert_equal_shape_prefix([scores, steps.rewards], 1)
@@ -174,16 +131,7 @@ def gigpo(
 
 
 def to_tokens(adv_BK: chex.Array, turn_ids: chex.Array, mask: chex.Array) -> jax.Array:
-    """Assigns each step's advantage to the agent tokens of its turn.
-
-    Args:
-      adv_BK: [B, K].
-      turn_ids: int, [B, T], in [0, K) at agent tokens.
-      mask: agent tokens, [B, T].
-
-    Returns:
-      [B, T]; 0 outside the mask.
-    """
+    """Assigns each step's advantage, [B, K], to the agent tokens of its turn, [B, T]."""
     chex.assert_rank([adv_BK, turn_ids, mask], 2)
     chex.assert_type(turn_ids, int)
     mask = jnp.asarray(mask, bool)

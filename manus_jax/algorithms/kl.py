@@ -1,6 +1,6 @@
 """KL divergence from a reference policy: estimators, the reward penalty and its controllers.
 
-Estimators are elementwise functions of the log-probs of sampled tokens, with
+Estimators are elementwise functions of the log-probs of sampled tokens, arrays of any shape, with
 d = log pi - log pi_ref. k1 and k3 are unbiased estimates of the divergence, but only the gradient
 of k2 equals, in expectation, the gradient of the divergence; `k3_value_k2_gradient` combines the
 value of k3 with the gradient of k2.
@@ -11,7 +11,6 @@ See "Approximating KL Divergence", Schulman (http://joschu.net/blog/kl-approx.ht
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import chex
 import jax
@@ -34,30 +33,27 @@ def _difference(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
 @ESTIMATORS.register("kl")
 @ESTIMATORS.register("k1")
 def k1(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
-    """d. Arguments and result have the same, arbitrary shape."""
+    """d."""
     return _difference(log_probs, ref_log_probs)
 
 
 @ESTIMATORS.register("abs")
 def absolute(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
-    """|d|. Arguments and result have the same, arbitrary shape."""
+    """|d|."""
     return jnp.abs(_difference(log_probs, ref_log_probs))
 
 
 @ESTIMATORS.register("mse")
 @ESTIMATORS.register("k2")
 def k2(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
-    """d² / 2. Arguments and result have the same, arbitrary shape."""
+    """d² / 2."""
     return 0.5 * _difference(log_probs, ref_log_probs) ** 2
 
 
 @ESTIMATORS.register("low_var_kl")
 @ESTIMATORS.register("k3")
 def k3(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
-    """exp(-d) - 1 + d, with d clamped to ±20 and the result to ±10.
-
-    Arguments and result have the same, arbitrary shape.
-    """
+    """exp(-d) - 1 + d, with d clamped to ±20 and the result to ±10."""
     d = jnp.clip(_difference(log_probs, ref_log_probs), -20.0, 20.0)
     return jnp.clip(jnp.exp(-d) - 1.0 + d, -10.0, 10.0)
 
@@ -65,10 +61,7 @@ def k3(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
 @ESTIMATORS.register("low_var_kl+")
 @ESTIMATORS.register("k3+")
 def k3_value_k2_gradient(log_probs: chex.Array, ref_log_probs: chex.Array) -> jax.Array:
-    """The value of k3 with the gradient of k2 (straight-through).
-
-    Arguments and result have the same, arbitrary shape.
-    """
+    """The value of k3 with the gradient of k2 (straight-through)."""
     surrogate = k2(log_probs, ref_log_probs)
     value = jax.lax.stop_gradient(k3(log_probs, ref_log_probs) - surrogate)
     return value + surrogate
@@ -77,17 +70,7 @@ def k3_value_k2_gradient(log_probs: chex.Array, ref_log_probs: chex.Array) -> ja
 def kl_in_reward(
     token_rewards: chex.Array, kl_t: chex.Array, mask: chex.Array, beta: float | chex.Array
 ) -> jax.Array:
-    """Token rewards minus beta times the KL of each agent token.
-
-    Args:
-      token_rewards: [B, T].
-      kl_t: an estimator's values, [B, T].
-      mask: agent tokens, [B, T].
-      beta: coefficient.
-
-    Returns:
-      [B, T]; the rewards outside the mask are unchanged.
-    """
+    """Token rewards minus beta times the KL of each agent token, all [B, T]."""
     chex.assert_rank([token_rewards, kl_t, mask], 2)
     chex.assert_equal_shape([token_rewards, kl_t, mask])
     chex.assert_type([token_rewards, kl_t], float)
@@ -97,12 +80,7 @@ def kl_in_reward(
 def observed_kl(kl_t: chex.Array, mask: chex.Array) -> jax.Array:
     """The KL that a controller observes: the mean over rows of the mean over agent tokens.
 
-    Args:
-      kl_t: [B, T].
-      mask: agent tokens, [B, T]; rows without any are ignored.
-
-    Returns:
-      A scalar.
+    `kl_t` and `mask` are [B, T]; rows without agent tokens are ignored.
     """
     chex.assert_rank([kl_t, mask], 2)
     chex.assert_equal_shape([kl_t, mask])
@@ -154,22 +132,3 @@ class AdaptiveKL:
 
 
 KLController = FixedKL | AdaptiveKL
-_CONTROLLERS: dict[str, type[FixedKL] | type[AdaptiveKL]] = {
-    "fixed": FixedKL,
-    "adaptive": AdaptiveKL,
-}
-
-
-def controller_to_json(controller: KLController) -> dict[str, Any]:
-    """The controller as plain JSON values, for a checkpoint."""
-    kind = next(name for name, cls in _CONTROLLERS.items() if type(controller) is cls)
-    return {"type": kind, **dataclasses.asdict(controller)}
-
-
-def controller_from_json(state: dict[str, Any]) -> KLController:
-    """The inverse of `controller_to_json`; also builds a controller from configured values."""
-    settings = dict(state)
-    kind = settings.pop("type", None)
-    if kind not in _CONTROLLERS:
-        raise ValueError(f"unknown KL controller {kind!r}; there are {', '.join(_CONTROLLERS)}")
-    return _CONTROLLERS[kind](**settings)

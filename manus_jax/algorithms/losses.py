@@ -52,20 +52,12 @@ def ppo_clip(
 ) -> LossAndStats:
     """PPO's clipped surrogate, with a dual clip for negative advantages.
 
-    max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)), at most -A dual_clip if A < 0.
-    rho = exp(log_probs - old_log_probs), with the exponent clamped to ±20.
+    max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)), at most -A dual_clip if A < 0 (unless
+    dual_clip is None or 0). rho = exp(log_probs - old_log_probs), with the exponent clamped to ±20.
 
     See "Proximal Policy Optimization Algorithms", Schulman et al. (https://arxiv.org/abs/1707.06347)
     and, for the dual clip, "Mastering Complex Control in MOBA Games", Ye et al.
     (https://arxiv.org/abs/1912.09729).
-
-    Args:
-      log_probs, old_log_probs, advantages: arrays of one shape.
-      clip_low, clip_high: widths of the clip below and above 1.
-      dual_clip: bounds the loss of negative advantages at this ratio; None or 0 turns it off.
-
-    Returns:
-      (loss_t, stats), of the same shape.
     """
     chex.assert_equal_shape([log_probs, advantages])
     log_ratio = _log_ratio(log_probs, old_log_probs)
@@ -88,19 +80,9 @@ def gspo(
 
     Every token has the value of its segment's ratio and the gradient of its own log-prob (the
     paper's GSPO-token). With seq-mean-token-mean and one advantage per sequence, the gradient is
-    that of the sequence-level objective.
+    that of the sequence-level objective. Arrays are [rows, length]; see `segments` for the ids.
 
     See "Group Sequence Policy Optimization", Zheng et al. (https://arxiv.org/abs/2507.18071).
-
-    Args:
-      log_probs, old_log_probs, advantages: [rows, length].
-      mask: agent tokens, [rows, length].
-      segment_ids: int, [rows, length], numbered per row in [0, num_segments).
-      num_segments: static bound on the segments in a row.
-      clip_low, clip_high: widths of the clip below and above 1.
-
-    Returns:
-      (loss_t, stats), [rows, length].
     """
     chex.assert_rank(log_probs, 2)
     chex.assert_equal_shape([log_probs, advantages, mask, segment_ids])
@@ -124,7 +106,6 @@ def cispo(
     -stop_gradient(clip(rho, 1 - clip_low, 1 + clip_high)) A log_probs.
 
     See "MiniMax-M1", Chen et al. (https://arxiv.org/abs/2506.13585).
-    Arguments and result as in `ppo_clip`.
     """
     chex.assert_equal_shape([log_probs, advantages])
     log_ratio = _log_ratio(log_probs, old_log_probs)
@@ -137,39 +118,23 @@ def cispo(
 def reinforce(
     log_probs: chex.Array, old_log_probs: chex.Array, advantages: chex.Array
 ) -> LossAndStats:
-    """Plain policy gradient, -A log_probs; the old log-probs are used for stats only.
-
-    Arguments and result as in `ppo_clip`.
-    """
+    """Plain policy gradient, -A log_probs; the old log-probs are used for stats only."""
     chex.assert_equal_shape([log_probs, advantages])
     return -advantages * log_probs, {"ppo_kl": -_log_ratio(log_probs, old_log_probs)}
 
 
 def value_loss(
-    values: chex.Array,
-    old_values: chex.Array,
-    returns: chex.Array,
-    cliprange: float | None,
+    values: chex.Array, old_values: chex.Array, returns: chex.Array, cliprange: float
 ) -> LossAndStats:
     """Half the squared error of the critic, clipped around the old values.
 
     0.5 max((V - R)², (clip(V, V_old ± cliprange) - R)²).
-
-    Args:
-      values, old_values, returns: arrays of one shape.
-      cliprange: None for no clip.
-
-    Returns:
-      (loss_t, stats), of the same shape.
     """
     chex.assert_equal_shape([values, old_values, returns])
     chex.assert_type([values, old_values, returns], float)
     error = (values - returns) ** 2
-    if cliprange is None:
-        clipped_error = error
-    else:
-        clipped = jnp.clip(values, old_values - cliprange, old_values + cliprange)
-        clipped_error = (clipped - returns) ** 2
+    clipped = jnp.clip(values, old_values - cliprange, old_values + cliprange)
+    clipped_error = (clipped - returns) ** 2
     stats = {
         "vf_clipfrac": (clipped_error > error).astype(jnp.float32),
         "vpred_mean": jnp.asarray(values),
@@ -178,15 +143,7 @@ def value_loss(
 
 
 def entropy_bonus(entropy: chex.Array, coef: float) -> LossAndStats:
-    """-coef H, a loss term that rewards entropy of the policy.
-
-    Args:
-      entropy: entropy of the policy at each token, any shape.
-      coef: coefficient.
-
-    Returns:
-      (loss_t, stats), of the same shape.
-    """
+    """-coef H, a loss term that rewards the entropy of the policy at each token."""
     chex.assert_type(entropy, float)
     return -coef * jnp.asarray(entropy), {"entropy_loss": jnp.asarray(entropy)}
 
@@ -194,15 +151,6 @@ def entropy_bonus(entropy: chex.Array, coef: float) -> LossAndStats:
 def kl_loss(
     log_probs: chex.Array, ref_log_probs: chex.Array, coef: float, estimator: str
 ) -> LossAndStats:
-    """coef times an estimate of the KL divergence from the reference policy.
-
-    Args:
-      log_probs, ref_log_probs: arrays of one shape.
-      coef: coefficient.
-      estimator: a name in `kl.ESTIMATORS`.
-
-    Returns:
-      (loss_t, stats), of the same shape.
-    """
+    """coef times the KL divergence from the reference policy, by an estimator of `kl`."""
     kl_t = kl.ESTIMATORS[estimator](log_probs, ref_log_probs)
     return coef * kl_t, {"kl_loss": kl_t}

@@ -110,7 +110,7 @@ class Recipe:
     def loss_fields(self) -> tuple[str, ...]:
         """The names of the arrays that the policy loss needs."""
         sequence_level = any(correction.level != "token" for correction in self.corrections)
-        wanted = {
+        fields = {
             "old_log_probs": True,
             "advantages": True,
             "mask": True,
@@ -119,7 +119,7 @@ class Recipe:
             "ref_log_probs": self.kl_placement == "loss",
             "entropy": self.entropy_coef != 0.0,
         }
-        return (*(name for name, needed in wanted.items() if needed), *self.extra_fields)
+        return (*(name for name, needed in fields.items() if needed), *self.extra_fields)
 
     @property
     def extra_fields(self) -> tuple[str, ...]:
@@ -211,21 +211,10 @@ def compute_advantages(
     greedy_scores: chex.Array | None = None,
     steps: gigpo.Steps | None = None,
 ) -> AdvantagesAndReturns:
-    """Advantages of a padded batch of episodes.
+    """Advantages of a padded batch of episodes, [B, T], and returns for the critic, if any.
 
-    Args:
-      recipe: static under jit.
-      token_rewards: [B, T], including any KL penalty; only agent tokens count.
-      mask: agent tokens, [B, T].
-      group_ids: the task of each episode, int, [B], in [0, B).
-      valid: [B]; False rows (failed, padding) and rows without agent tokens do not affect other
-        rows and get 0.
-      values: the critic's, [B, T], if the recipe needs one.
-      greedy_scores: score of a greedy episode of the same task, [B], if the recipe needs it.
-      steps: if the recipe needs step groups.
-
-    Returns:
-      (advantages [B, T], returns [B, T] for the critic or None), 0 outside the mask.
+    Both are 0 outside the mask. The arguments are those of `Episodes`: rewards, mask and values
+    [B, T], the others [B]. Rows that are not valid (failed episodes, padding) count nowhere.
     """
     advantage = ADVANTAGES[recipe.advantage]
     given = {"values": values, "greedy_scores": greedy_scores, "steps": steps}
@@ -304,21 +293,17 @@ def policy_loss(
     """The recipe's loss as a function of the policy's log-probs, for use inside a jitted step.
 
     Policy loss times corrections, plus the KL loss, minus the entropy bonus, per token.
+    `num_segments` is a static bound on the segments in a row; None takes its length plus one.
 
-    Args:
-      recipe: the algorithm.
-      num_segments: static bound on the segments in a row; None takes the row's length plus one.
-
-    Returns:
-      `(log_probs, fields) -> (loss_t, stats)`, all arrays [rows, length]. `fields` holds the
-      arrays that `recipe.loss_fields` names; the entropy is that of the current policy and is
-      differentiated. Outside the mask, losses, stats and gradients are 0 for any array values.
+    The result is `(log_probs, fields) -> (loss_t, stats)`, all arrays [rows, length]. `fields` has
+    the arrays that `recipe.loss_fields` names; the entropy is that of the current policy and is
+    differentiated. Outside the mask, losses, stats and gradients are 0 for any array values.
     """
 
     def loss_fn(log_probs: chex.Array, fields: Mapping[str, chex.Array]) -> losses.LossAndStats:
         missing = [name for name in recipe.loss_fields if name not in fields]
         if missing:
-            raise ValueError(f"recipe {recipe.name!r} wants {', '.join(missing)} in fields")
+            raise ValueError(f"recipe {recipe.name!r} needs {', '.join(missing)} in fields")
         chex.assert_rank(log_probs, 2)
         chex.assert_equal_shape([log_probs, *(fields[name] for name in recipe.loss_fields)])
         mask = jnp.asarray(fields["mask"], bool)

@@ -13,16 +13,9 @@ import jax.numpy as jnp
 def segment_total(
     x: chex.Array, mask: chex.Array, segment_ids: chex.Array, num_segments: int
 ) -> jax.Array:
-    """Sum of `x` over the agent tokens of each token's segment.
+    """Sum of `x` over the agent tokens (`mask`) of each token's segment; all [rows, length].
 
-    Args:
-      x: values, [rows, length].
-      mask: agent tokens, [rows, length]; other tokens are ignored, whatever their values.
-      segment_ids: int, [rows, length], numbered per row in [0, num_segments).
-      num_segments: static bound on the segments in a row.
-
-    Returns:
-      [rows, length]: the sum of each token's segment.
+    Segment ids are ints, numbered per row in [0, num_segments).
     """
     chex.assert_rank([x, mask, segment_ids], 2)
     chex.assert_equal_shape([x, mask, segment_ids])
@@ -37,10 +30,7 @@ def segment_total(
 def segment_mean(
     x: chex.Array, mask: chex.Array, segment_ids: chex.Array, num_segments: int
 ) -> jax.Array:
-    """Mean of `x` over the agent tokens of each token's segment; 0 if there are none.
-
-    Shapes as in `segment_total`.
-    """
+    """Mean of `x` over the agent tokens of each token's segment; 0 if there are none."""
     total = segment_total(x, mask, segment_ids, num_segments)
     count = segment_total(jnp.ones(x.shape, jnp.float32), mask, segment_ids, num_segments)
     return total / jnp.maximum(count, 1.0)

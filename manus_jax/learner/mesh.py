@@ -195,25 +195,22 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def path_name(path: tuple[Any, ...]) -> str:
     """A pytree path as `backbone/layers/q_proj`."""
-    return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def param_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     """The partition spec of one parameter, from the first rule that matches its name."""
     for pattern, spec in PARAM_RULES:
         if re.search(pattern, name):
-            _check_divides(name, shape, spec, mesh)
+            for dim, axes in enumerate(spec):
+                if axes is not None:
+                    what = f"parameter {name} {shape}: dimension {dim} of size {shape[dim]} is"
+                    axes = (axes,) if isinstance(axes, str) else axes
+                    _require_divides(what, shape[dim], axes, mesh)
             return spec
     raise MeshError(
         f"no sharding rule matches parameter {name!r} {shape}; add one to learner/mesh.py"
     )
-
-
-def _check_divides(name: str, shape: tuple[int, ...], spec: P, mesh: Mesh) -> None:
-    for dim, axes in enumerate(spec):
-        if axes is not None:
-            what = f"parameter {name} {shape}: dimension {dim} of size {shape[dim]} is"
-            _require_divides(what, shape[dim], (axes,) if isinstance(axes, str) else axes, mesh)
 
 
 def param_shardings(params: Any, mesh: Mesh) -> Any:

@@ -37,11 +37,7 @@ from manus_jax.models.loading import PolicySource
 from manus_jax.models.transformer import critic_from_policy, make_compute
 from manus_jax.rewards import RewardSettings
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
-from manus_jax.rollout.build_rollout import (
-    check_play,
-    open_engine,
-    open_servers,
-)
+from manus_jax.rollout.build_rollout import check_play, open_engine, open_servers
 from manus_jax.rollout.llm_player import EngineAgent
 from manus_jax.rollout.player import Agent
 from manus_jax.rollout.runner import run_episodes
@@ -50,12 +46,7 @@ from manus_jax.rollout.trajectory import episode_specs, trajectories
 from manus_jax.training import supervised
 from manus_jax.training.checkpoints import Checkpoints
 from manus_jax.training.job import Job
-from manus_jax.training.learner_specs import (
-    critic_spec,
-    make_recipe,
-    policy_lr,
-    policy_spec,
-)
+from manus_jax.training.learner_specs import critic_spec, make_recipe, policy_lr, policy_spec
 from manus_jax.training.metric_sinks import check_sinks
 from manus_jax.training.rollouts import Rollouts
 from manus_jax.training.run_directory import RunDirectory
@@ -132,20 +123,20 @@ def play_traces(
         return
     traces.parent.mkdir(exist_ok=True)
     tasks = Mixture(sources, config.train.seed).next_batch(settings.traces)
-    rollout = config.rollout
-    by_chance = round(settings.random_share * len(tasks))
+    random_tasks = round(settings.random_share * len(tasks))
     specs = episode_specs(tasks)
-    played = run_episodes(specs[:by_chance], RandomPolicy(config.train.seed), pool, rollout)
+    policy = RandomPolicy(config.train.seed)
+    random_episodes = run_episodes(specs[:random_tasks], policy, pool, config.rollout)
     # The oracle plays every task to its end, even if the turn limit of the agent is lower.
-    patient = dataclasses.replace(rollout, max_turns=1000)
-    shown = run_episodes(specs[by_chance:], OraclePolicy(), pool, patient)
-    won = [t for t in trajectories(shown) if t.success]
-    if not won:
-        raise ConfigError(f"the oracle won none of {len(shown)} training tasks")
-    won += trajectories(played)
+    unlimited = dataclasses.replace(config.rollout, max_turns=1000)
+    demonstrations = run_episodes(specs[random_tasks:], OraclePolicy(), pool, unlimited)
+    kept = [t for t in trajectories(demonstrations) if t.success]
+    if not kept:
+        raise ConfigError(f"the oracle won none of {len(demonstrations)} training tasks")
+    kept += trajectories(random_episodes)
     lines = (
         json.dumps({"item_id": t.task.item_id, "conversations": conversation_of(t)}) + "\n"
-        for t in won
+        for t in kept
     )
     write_atomically(traces, "".join(lines))
 
@@ -230,14 +221,9 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
 
         def open_rollouts() -> Rollouts:
             assert pool is not None
+            context = rollout.max_total_tokens
             engine = stack.enter_context(
-                open_engine(
-                    source,
-                    params,
-                    config.engine,
-                    config.engine_settings,
-                    rollout.max_total_tokens,
-                )
+                open_engine(source, params, config.engine, config.engine_settings, context)
             )
             agent = EngineAgent(engine, source.tokenizer, train.seed)
             validation = dataclasses.replace(rollout, temperature=train.val_temperature)

@@ -22,13 +22,7 @@ from rich.markup import escape
 
 from manus_jax.algorithms.batch_advantages import add_advantages
 from manus_jax.algorithms.corrections import mismatch_metrics
-from manus_jax.algorithms.kl import (
-    AdaptiveKL,
-    FixedKL,
-    KLController,
-    controller_from_json,
-    controller_to_json,
-)
+from manus_jax.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from manus_jax.algorithms.recipes import Recipe
 from manus_jax.config.settings import AlgorithmSettings, TrainSettings
 from manus_jax.data_proto import DataProto
@@ -263,7 +257,7 @@ class Trainer:
         rates = [v for k, v in metrics.items() if k.startswith("val/") and k.endswith("/score")]
         host = {
             "mixture": self.rollouts.mixture.state() if self.rollouts is not None else {},
-            "kl_controller": controller_to_json(self.kl),
+            "kl_controller": {"coef": self.kl.coef},
             "metrics": metrics,  # the run may be killed before they are appended to metrics.jsonl
         }
         states = {name: learner.state for name, learner in self._learners.items()}
@@ -276,7 +270,7 @@ class Trainer:
             states, host = self.checkpoints.restore(start, abstract)
             for name, learner in self._learners.items():
                 learner.state = states[name]
-            self.kl = controller_from_json(host["kl_controller"])
+            self.kl = dataclasses.replace(self.kl, coef=host["kl_controller"]["coef"])
             if self.rollouts is not None:
                 self.rollouts.mixture.restore(host["mixture"])
             self.update_engine(start)

@@ -13,6 +13,7 @@ import pytest
 from manus_jax.algorithms import advantages
 
 both = pytest.mark.parametrize("variant", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
+dr_grpo = partial(advantages.grpo, normalize_by_std=False)
 slow_search = hypothesis.settings(max_examples=40, deadline=None)
 
 
@@ -140,8 +141,6 @@ def test_whiten_matches_hand_calculation(variant):
     np.testing.assert_allclose(
         variant(advantages.whiten)(x, mask), [[-1.5, 0.5, 0], [0.5, 0.5, 0]], rtol=1e-6
     )
-    kept = variant(partial(advantages.whiten, shift_mean=False))(x, mask)
-    np.testing.assert_allclose(kept, [[-1.0, 1.0, 0], [1.0, 1.0, 0]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -171,7 +170,7 @@ def test_grpo_matches_hand_calculation(variant):
 
 @both
 def test_dr_grpo_subtracts_the_mean_alone(variant):
-    adv = variant(advantages.dr_grpo)(SCORES, GROUPS, VALID)
+    adv = variant(dr_grpo)(SCORES, GROUPS, VALID)
     np.testing.assert_allclose(adv, [-1, -2, 0, 5, 1, 2], rtol=1e-6)
 
 
@@ -204,13 +203,10 @@ def test_reinforce_pp_baseline_matches_hand_calculation(variant):
 @both
 def test_remax_subtracts_the_greedy_score(variant):
     fn = variant(advantages.remax)
-    np.testing.assert_allclose(fn(f32(1, 0), f32(0.25, 1)), [0.75, -1])
     np.testing.assert_allclose(fn(jnp.ones((2, 3)), f32(0.25, 1)), [[0.75] * 3, [0.0] * 3])
 
 
-@pytest.mark.parametrize(
-    "fn", [advantages.grpo, advantages.dr_grpo, advantages.rloo, advantages.grpo_passk]
-)
+@pytest.mark.parametrize("fn", [advantages.grpo, dr_grpo, advantages.rloo, advantages.grpo_passk])
 def test_constant_groups_give_exactly_zero_in_spite_of_float_noise(fn):
     # 0.1 summed in different orders; the last group is constant and large.
     tenth = np.float32(0.1)

@@ -2,8 +2,6 @@
 
 import hypothesis
 import hypothesis.strategies as st
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,21 +19,20 @@ BY_HAND = {
 
 @pytest.mark.bug("B20")
 @pytest.mark.parametrize("mode", aggregation.AGGREGATIONS)
-def test_modes_match_hand_calculation_on_host_and_under_jit(mode):
+def test_modes_match_hand_calculation(mode):
     weights = aggregation.token_weights(MASK, mode, norm_constant=10)
     assert isinstance(weights, np.ndarray) and weights.dtype == np.float32
     np.testing.assert_allclose((weights * LOSS).sum(), BY_HAND[mode], rtol=1e-6)
-    traced = jax.jit(lambda m: aggregation.token_weights(m, mode, norm_constant=10))
-    np.testing.assert_allclose(traced(jnp.asarray(MASK)), weights, rtol=1e-6)
-    np.testing.assert_allclose(traced(jnp.asarray(MASK, jnp.int32)), weights, rtol=1e-6)
+    as_integers = aggregation.token_weights(MASK.astype(np.int32), mode, norm_constant=10)
+    np.testing.assert_array_equal(as_integers, weights)
 
 
 @pytest.mark.bug("B20")
 @pytest.mark.parametrize("mode", aggregation.AGGREGATIONS)
-def test_rows_of_weight_zero_and_padding_do_not_count(mode):
-    mask = np.pad(np.concatenate([MASK, np.ones((2, 3), bool)]), ((0, 0), (0, 4)))
+def test_rows_without_agent_tokens_and_padding_do_not_count(mode):
+    mask = np.pad(np.concatenate([MASK, np.zeros((2, 3), bool)]), ((0, 0), (0, 4)))
     loss = np.pad(np.concatenate([LOSS, np.full((2, 3), 100.0)]), ((0, 0), (0, 4)))
-    weights = aggregation.token_weights(mask, mode, 10, row_weights=np.array([1, 1, 1, 0, 0]))
+    weights = aggregation.token_weights(mask, mode, 10)
     np.testing.assert_allclose((weights * loss).sum(), BY_HAND[mode], rtol=1e-6)
 
 

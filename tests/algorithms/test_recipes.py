@@ -307,7 +307,7 @@ def test_fields_follow_from_the_recipe_and_a_missing_one_is_named():
     )
     zeros = jnp.zeros((1, 2))
     fields = {"old_log_probs": zeros, "advantages": zeros, "mask": zeros}
-    with pytest.raises(ValueError, match="'grpo' wants sampler_log_probs, ref_log_probs in fields"):
+    with pytest.raises(ValueError, match="'grpo' needs sampler_log_probs, ref_log_probs in fields"):
         policy_loss(grpo)(zeros, fields)
 
 

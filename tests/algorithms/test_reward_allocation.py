@@ -18,53 +18,58 @@ MASK = jnp.array([0, 1, 1, 0, 1, 0, 0])
 TURNS = jnp.array([0, 0, 0, 0, 1, 1, 1])
 
 
+def allocated(variant, name, reward, steps=(0.0, 0.0), gamma=1.0, mask=MASK, turns=TURNS):
+    fn = variant(partial(reward_allocation.allocate, name))
+    return fn(mask[None], turns[None], jnp.array([reward]), jnp.array([steps]), gamma)[0]
+
+
+eager = lambda fn: fn
+
+
 @both
 def test_last_token_takes_all(variant):
-    token_rewards = variant(reward_allocation.last_token)(MASK, TURNS, 3.0)
-    np.testing.assert_allclose(token_rewards, [0, 0, 0, 0, 3, 0, 0])
+    np.testing.assert_allclose(allocated(variant, "last_token", 3.0), [0, 0, 0, 0, 3, 0, 0])
 
 
 @both
 def test_uniform_positive_shares_a_gain_and_puts_a_loss_on_the_last_token(variant):
-    fn = variant(reward_allocation.uniform_positive)
-    np.testing.assert_allclose(fn(MASK, TURNS, 3.0), [0, 1, 1, 0, 1, 0, 0])
-    np.testing.assert_allclose(fn(MASK, TURNS, -3.0), [0, 0, 0, 0, -3, 0, 0])
-    np.testing.assert_allclose(fn(MASK, TURNS, 0.0), np.zeros(7))
+    fn = partial(allocated, variant, "uniform_positive")
+    np.testing.assert_allclose(fn(3.0), [0, 1, 1, 0, 1, 0, 0])
+    np.testing.assert_allclose(fn(-3.0), [0, 0, 0, 0, -3, 0, 0])
+    np.testing.assert_allclose(fn(0.0), np.zeros(7))
 
 
 @both
 def test_discounted_matches_hand_calculation(variant):
     # One agent token after turn 0, none after turn 1: shares 0.5 and 1, normalised 1/3 and 2/3.
-    fn = variant(partial(reward_allocation.discounted, gamma=0.5))
-    np.testing.assert_allclose(fn(MASK, TURNS, 3.0), [0, 0.5, 0.5, 0, 2, 0, 0], rtol=1e-6)
+    token_rewards = allocated(variant, "discounted", 3.0, gamma=0.5)
+    np.testing.assert_allclose(token_rewards, [0, 0.5, 0.5, 0, 2, 0, 0], rtol=1e-6)
 
 
 @pytest.mark.bug("B13")
 def test_discounted_at_gamma_one_is_not_multiplied_by_the_number_of_turns():
     # Each of two turns gets half; unnormalised it would be 3 each.
-    token_rewards = reward_allocation.discounted(MASK, TURNS, 3.0, 1.0)
+    token_rewards = allocated(eager, "discounted", 3.0, gamma=1.0)
     np.testing.assert_allclose(token_rewards, [0, 0.75, 0.75, 0, 1.5, 0, 0])
 
 
 def test_discounted_at_gamma_zero_is_the_last_turn_alone():
-    np.testing.assert_allclose(
-        reward_allocation.discounted(MASK, TURNS, 3.0, 0.0), [0, 0, 0, 0, 3, 0, 0]
-    )
+    token_rewards = allocated(eager, "discounted", 3.0, gamma=0.0)
+    np.testing.assert_allclose(token_rewards, [0, 0, 0, 0, 3, 0, 0])
 
 
 @both
 def test_per_turn_puts_each_step_on_the_last_agent_token_of_its_turn(variant):
     # 0.25 + 0.5 by the steps; the 0.25 that the episode has beyond them goes to the last token.
-    token_rewards = variant(reward_allocation.per_turn)(
-        MASK, TURNS, 1.0, jnp.array([0.25, 0.5, 0.0])
-    )
+    token_rewards = allocated(variant, "per_turn", 1.0, [0.25, 0.5, 0.0])
     np.testing.assert_allclose(token_rewards, [0, 0, 0.25, 0, 0.75, 0, 0])
 
 
 def test_per_turn_reward_of_a_silent_turn_goes_to_the_nearest_agent_token():
     mask, turns = jnp.array([0, 0, 1, 1, 0, 1]), jnp.array([0, 0, 1, 1, 2, 3])
     # Turn 0 has no agent token and none before it: the first. Turn 2 has none: turn 1's last.
-    token_rewards = reward_allocation.per_turn(mask, turns, 15.0, jnp.array([1.0, 2.0, 4.0, 8.0]))
+    steps = [1.0, 2.0, 4.0, 8.0]
+    token_rewards = allocated(eager, "per_turn", 15.0, steps, mask=mask, turns=turns)
     np.testing.assert_allclose(token_rewards, [0, 0, 1, 6, 0, 8])
 
 

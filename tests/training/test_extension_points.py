@@ -73,7 +73,7 @@ def test_a_loss_is_given_the_fields_that_it_needs_and_nothing_outside_the_mask(l
     }
     loss_t, _ = policy_loss(recipe)(jnp.array([[-3.0, -1.0, -7.0]]), fields)
     assert loss_t.tolist() == [[1.5, 2.0, 0.0]]
-    with pytest.raises(ValueError, match="wants lateness in fields"):
+    with pytest.raises(ValueError, match="needs lateness in fields"):
         policy_loss(recipe)(jnp.zeros((1, 3)), {k: v for k, v in fields.items() if k != "lateness"})
 
 
