@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
@@ -31,6 +32,11 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # two writers of one entry 
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # A shell starts background jobs with SIGINT ignored, which the tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# On a loaded machine an example may take any time.
+settings.register_profile("no_deadline", deadline=None)
+if "CI" not in os.environ:  # where hypothesis has no deadline and fixed examples by default
+    settings.load_profile("no_deadline")
 
 INTEGRATION = Path(__file__).parent / "integration"
 ALWAYS_SLOW = ("smollm2", "vllm", "java")

@@ -135,6 +135,7 @@ def test_greedy_tokens_are_those_of_a_loop_that_recomputes_everything(engine_wit
         np.testing.assert_allclose(made.log_probs, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.bug("B16")
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_of_whole_episodes_are_the_learners(engine_with, temperature):

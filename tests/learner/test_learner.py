@@ -40,6 +40,7 @@ def make_batch(by=None):
     return add_packing(batch_of(sequences, group_id=groups), 64, by=by)
 
 
+@pytest.mark.slow
 def test_buffers_grow_with_the_batch_and_the_update_stays_the_same():
     batch = make_batch()
     small, large = make_learner(1), make_learner(12)
