@@ -1,19 +1,30 @@
 """`python -m manus_jax.convert from-hf|to-hf`: converts between Hugging Face and Orbax."""
 
 import argparse
+import contextlib
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from manus_jax import command
 from manus_jax.models import huggingface, orbax_params
 from manus_jax.models.architecture import ModelError
 from manus_jax.models.huggingface import ModelCard
-from manus_jax.models.loading import load_step
+from manus_jax.models.loading import load_step, open_tokenizer
+from manus_jax.training.run_directory import disk_errors
 
 
 def from_hf(hf: Path, out: Path) -> Path:
     """Writes `out/checkpoints/0` and `out/model`: a run directory that contains only a model."""
-    if (out / "checkpoints").exists():
-        raise ModelError(f"{out} holds checkpoints already; choose another --out")
+    if orbax_params.list_steps(out / "checkpoints") or (out / "config.gin").exists():
+        raise ModelError(f"{out} holds a run already; choose another --out")
+    huggingface.read_card(hf)
+    huggingface.verify_model(hf)
+    if any(hf.glob("tokenizer*")):
+        open_tokenizer(hf)
+    else:
+        print(f"{hf} has no tokenizer: the result can be converted back, but not trained or played")
+    _check_writable(out)
     params, card = huggingface.load_params(hf)
     card.save(out / "model")
     return orbax_params.save_params(out, params, {"source": str(hf)})
@@ -23,7 +34,24 @@ def to_hf(checkpoint: Path, out: Path) -> None:
     """Writes a checkpoint's parameters as a Hugging Face directory."""
     step_dir, card_dir = orbax_params.find_checkpoint(checkpoint)
     card = ModelCard.load(card_dir)
+    huggingface.check_new(out)
+    _check_writable(out.parent)
     huggingface.save_hf(load_step(step_dir, card), card, out)
+
+
+def _check_writable(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=directory).close()
+
+
+@contextlib.contextmanager
+def _file_errors(out: Path) -> Iterator[None]:
+    """Reports files that cannot be read or written in one line."""
+    with disk_errors(out, "Free some space and run the command again"):
+        try:
+            yield
+        except OSError as error:
+            raise ModelError(f"cannot convert: {error}") from error
 
 
 def main(arguments: list[str]) -> None:
@@ -38,11 +66,12 @@ def main(arguments: list[str]) -> None:
     )
     write.add_argument("--out", type=Path, required=True, help="the directory to make")
     args = parser.parse_args(arguments)
-    if args.command == "from-hf":
-        print(f"wrote {from_hf(args.hf, args.out)}")
-    else:
-        to_hf(args.checkpoint, args.out)
-        print(f"wrote {args.out}")
+    with _file_errors(args.out):
+        if args.command == "from-hf":
+            print(f"wrote {from_hf(args.hf, args.out)}")
+        else:
+            to_hf(args.checkpoint, args.out)
+            print(f"wrote {args.out}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,121 @@
-"""Atomic file writes."""
+"""Files that survive a kill and reveal damage: atomic writes and checksums of directories.
 
+`SHA256SUMS` lists the checksum of every other file of a directory, in the format of `sha256sum`
+after a first line with the checksum of the list itself. It is written last, so it also marks the
+directory as complete, on file systems without atomic renames too.
+"""
+
+import errno
+import hashlib
 import os
-from pathlib import Path
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+
+from manus_jax.errors import UserError
+
+CHECKSUMS = "SHA256SUMS"
+_THREADS = 8
+
+
+class DamagedError(UserError):
+    """A directory differs from its checksums; the message names the first such file."""
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces a file; readers see the old content or the new, never a part, also after a crash."""
+    """Replaces a file, on disk when this returns; readers see the old content or the new."""
     work = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     with work.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     work.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the creation and renaming of files in a directory survive a power failure."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # mounted buckets have no directories
+            raise
+    finally:
+        os.close(handle)
+
+
+def remove_leftovers(directory: Path, name: str = "*") -> None:
+    """Removes temporary files that killed writers of `name` left; nobody may be writing it now."""
+    for path in directory.glob(f".{name}.tmp-*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a name read from a file can only refer to a file of the same directory."""
+    if not isinstance(name, str) or name in ("", ".."):
+        return False
+    return name == PurePosixPath(name).name and name.isprintable()
+
+
+def write_checksums(directory: Path) -> None:
+    """Completes a directory: its files reach the disk, and then SHA256SUMS is written."""
+    names, directories = [], [directory]
+    for path in sorted(directory.rglob("*")):
+        if path.is_dir():
+            directories.append(path)
+        elif path.name != CHECKSUMS:
+            names.append(path.relative_to(directory).as_posix())
+    text = _checksums(directory, names, sync=True)
+    for path in directories:
+        sync_directory(path)
+    write_atomically(directory / CHECKSUMS, text)
+
+
+def verify_checksums(directory: Path) -> None:
+    """Raises DamagedError unless SHA256SUMS exists and every file that it lists is unchanged."""
+    path = directory / CHECKSUMS
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        problem = "is missing" if isinstance(error, FileNotFoundError) else f"is damaged: {error}"
+        raise DamagedError(f"{path} {problem}") from None
+    lines = text.split("\n")[1:-1]
+    names = [line[66:] for line in lines]
+    if text != _with_own_checksum(lines) or any(_leaves(name) for name in names):
+        raise DamagedError(f"{path} is damaged")
+    try:
+        found = _checksums(directory, names, sync=False).split("\n")[1:-1]
+    except FileNotFoundError as error:
+        raise DamagedError(f"{error.filename} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{error.filename} cannot be read: {error.strerror}") from None
+    for name, line, expected in zip(names, found, lines, strict=True):
+        if line != expected:
+            raise DamagedError(f"{directory / name} is damaged: it does not match {CHECKSUMS}")
+
+
+def _leaves(name: str) -> bool:
+    """Whether a path in a list of checksums points outside its directory."""
+    return PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts
+
+
+def _checksums(directory: Path, names: Sequence[str], sync: bool) -> str:
+    def digest(name: str) -> str:
+        with (directory / name).open("rb") as file:
+            if sync:
+                os.fsync(file.fileno())
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(_THREADS, "checksums") as threads:
+        digests = list(threads.map(digest, names))
+    return _with_own_checksum([f"{d}  {n}" for d, n in zip(digests, names, strict=True)])
+
+
+def _with_own_checksum(lines: Sequence[str]) -> str:
+    body = "".join(f"{line}\n" for line in lines)
+    return f"# {hashlib.sha256(body.encode()).hexdigest()}\n{body}"

@@ -5,6 +5,7 @@ The file is runnable: it holds the value of every setting that the command reads
 
 import dataclasses
 import pprint
+import tokenize
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -57,7 +58,7 @@ def read_bindings(text: str) -> dict[str, Any]:
 
     try:
         return dict(bindings())
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, tokenize.TokenError, RecursionError, MemoryError) as error:
         raise ConfigError(f"not a gin config: {' '.join(str(error).split())}") from None
 
 

@@ -127,6 +127,7 @@ class SftSettings:
     save_freq: int = setting(default=50, at_least=1, may_change=True)  # updates between checkpoints
     test_freq: int = setting(default=25, at_least=1, may_change=True)  # updates between validations
     keep_checkpoints: int = setting(default=2, at_least=1, may_change=True)
+    strict_resume: bool = setting(default=False, may_change=True)  # see train.strict_resume
     export: bool = setting(default=True, may_change=True)  # to export/<step>/, at the end
 
     def __post_init__(self) -> None:
@@ -259,6 +260,8 @@ class TrainSettings:
     save_freq: int = setting(default=10, at_least=1, may_change=True)
     test_freq: int = setting(default=10, at_least=1, may_change=True)
     keep_checkpoints: int = setting(default=2, at_least=1, may_change=True)  # besides the best
+    # a damaged newest checkpoint is an error; by default the run continues from an older one
+    strict_resume: bool = setting(default=False, may_change=True)
     val_before_train: bool = True
     val_only: bool = False
     val_tasks: int = setting(default=64, at_least=1)  # per environment, always the same

@@ -35,7 +35,7 @@ def log_probs_of(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probs and entropies of the trained tokens, float32 [rows, length]."""
     model = nnx.merge(graphdef, params)
-    hidden = model.hidden_states(*_rows(batch))
+    hidden = model.backbone(*_rows(batch))
     return sharded_log_probs(
         hidden,
         model.head(),

@@ -7,6 +7,7 @@ implement is an error that names it, never ignored.
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,18 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
 }
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_positions",
+)
 
 
 class ModelError(UserError, ValueError):
@@ -55,6 +68,12 @@ class Architecture:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise ModelError(f"unknown model family {self.family!r} (known: {', '.join(FAMILIES)})")
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ModelError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("rope_theta", "norm_eps", "initializer_range"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ModelError(f"{name} is {getattr(self, name)}; it must be positive and finite")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"{self.num_heads} attention heads are not divisible by {self.num_kv_heads} "
@@ -64,24 +83,39 @@ class Architecture:
             raise ModelError(f"head_dim {self.head_dim} is odd; rotary embeddings need it even")
 
     @property
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one layer's parameters by name, without the layer axis."""
+        d, f = self.hidden_size, self.intermediate_size
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "input_norm": (d,),
+            "q_proj": (q, d),
+            "k_proj": (kv, d),
+            "v_proj": (kv, d),
+            "o_proj": (d, q),
+            "post_norm": (d,),
+            "gate_proj": (f, d),
+            "up_proj": (f, d),
+            "down_proj": (d, f),
+        }
+        if self.qkv_bias:
+            shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+        if self.qk_norm:
+            shapes |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
+        return shapes
+
+    @property
     def num_params(self) -> int:
         """Number of parameters; a tied head is counted once."""
-        d, f, q, kv = (
-            self.hidden_size,
-            self.intermediate_size,
-            self.num_heads * self.head_dim,
-            self.num_kv_heads * self.head_dim,
-        )
-        layer = 2 * d + 2 * q * d + 2 * kv * d + 3 * f * d
-        layer += (q + 2 * kv) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
-        embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
-        return self.num_layers * layer + embeddings + d
+        layer = sum(math.prod(shape) for shape in self.layer_shapes.values())
+        vocabulary = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return self.num_layers * layer + vocabulary + self.hidden_size
 
 
 def from_hf_config(config: dict[str, Any], source: str = "config.json") -> Architecture:
     """Converts the dict of a Hugging Face `config.json`."""
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ModelError(
             f"{source}: model_type {family!r} is not supported (known: {', '.join(FAMILIES)})"
         )
@@ -90,8 +124,9 @@ def from_hf_config(config: dict[str, Any], source: str = "config.json") -> Archi
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
         rope = _rope_parameters(config)
-        scaling = _rope_scaling(rope, source)
-        defaults = _FAMILY_DEFAULTS[family]
+        scaling = _rope_scaling(rope)
+        # If config.json omits head_dim, Qwen3 uses a constant.
+        head_dim = 128 if family == "qwen3" else hidden // max(1, heads)
         return Architecture(
             family=family,
             vocab_size=int(config["vocab_size"]),
@@ -100,7 +135,7 @@ def from_hf_config(config: dict[str, Any], source: str = "config.json") -> Archi
             num_layers=int(config["num_hidden_layers"]),
             num_heads=heads,
             num_kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or defaults.get("head_dim") or hidden // heads),
+            head_dim=int(config.get("head_dim") or head_dim),
             rope_theta=float(rope.get("rope_theta") or 10_000.0),
             rope_scaling=scaling,
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
@@ -112,10 +147,10 @@ def from_hf_config(config: dict[str, Any], source: str = "config.json") -> Archi
         )
     except KeyError as error:
         raise ModelError(f"{source}: {error.args[0]!r} is missing") from None
-
-
-# If config.json omits head_dim, Qwen3 uses a constant instead of hidden_size / heads.
-_FAMILY_DEFAULTS: dict[str, dict[str, int]] = {"qwen2": {}, "qwen3": {"head_dim": 128}, "llama": {}}
+    except ModelError as error:
+        raise ModelError(f"{source}: {error}") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ModelError(f"{source}: a value has the wrong type: {error}") from None
 
 
 def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
@@ -125,14 +160,12 @@ def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
 
 
-def _rope_scaling(rope: dict[str, Any], source: str) -> RopeScaling | None:
+def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
     if kind != "llama3":
-        raise ModelError(
-            f"{source}: rope scaling {kind!r} is not supported (known: default, llama3)"
-        )
+        raise ModelError(f"rope scaling {kind!r} is not supported (known: default, llama3)")
     return RopeScaling(
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),
@@ -190,15 +223,19 @@ def to_hf_config(arch: Architecture, dtype: str = "float32") -> dict[str, Any]:
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
     """Reads `directory/config.json`; raises ModelError if it is missing or malformed."""
-    path = directory / "config.json"
     if not directory.is_dir():
-        raise ModelError(f"model directory {directory} does not exist")
-    if not path.is_file():
+        problem = "is not a directory" if directory.exists() else "does not exist"
+        raise ModelError(f"model directory {directory} {problem}")
+    if not (directory / "config.json").is_file():
         raise ModelError(f"{directory} is not a Hugging Face directory: it has no config.json")
+    return read_json_object(directory / "config.json")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
+    if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object")
-    return config
+    return value

@@ -110,9 +110,12 @@ def _plain_attention(
 def _splash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, kernel: AttentionKernel
 ) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu import splash_attention as library
+
     mesh, shards = kernel.mesh, kernel.sequence_shards
     heads = q.shape[2] // (1 if mesh is None else mesh.shape["tensor"])
     splash = _splash_kernel(q.shape[1], heads, shards, kernel.interpret)
+    to_heads = lambda x: x.transpose(0, 2, 1, 3)
 
     def run(
         splash: Any, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
@@ -120,7 +123,11 @@ def _splash_attention(
         all_segments = segment_ids
         if shards > 1:
             k, v, all_segments = (_gather_tokens(x) for x in (k, v, segment_ids))
-        return _splash(splash, q, k, v, segment_ids, all_segments)
+        segments = library.SegmentIds(segment_ids, all_segments)
+        out = jax.vmap(lambda q, k, v, s: splash(q, k, v, segment_ids=s))(
+            to_heads(q) * q.shape[-1] ** -0.5, to_heads(k), to_heads(v), segments
+        )
+        return out.transpose(0, 2, 1, 3)
 
     if mesh is None:
         return run(splash, q, k, v, segment_ids)
@@ -134,12 +141,7 @@ def _splash_kernel(length: int, heads: int, shards: int, interpret: bool) -> Any
     It is a pytree: with its `manual_sharding_spec`, `shard_map` passes each device the part of the
     causal mask for its own queries.
     """
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as kernel_lib,
-    )
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_mask as mask_lib,
-    )
+    from jax.experimental.pallas.ops.tpu import splash_attention as library
 
     if length % (KERNEL_BLOCK * shards):
         raise ValueError(
@@ -147,7 +149,7 @@ def _splash_kernel(length: int, heads: int, shards: int, interpret: bool) -> Any
             f"sequence shards, not {length}"
         )
     block_q, block_kv = _largest_block(length // shards), _largest_block(length)
-    sizes = kernel_lib.BlockSizes(
+    sizes = library.BlockSizes(
         block_q=block_q,
         block_kv=block_kv,
         block_kv_compute=block_kv,
@@ -157,8 +159,8 @@ def _splash_kernel(length: int, heads: int, shards: int, interpret: bool) -> Any
         block_q_dq=block_q,
         block_kv_dq=block_kv,
     )
-    mask = mask_lib.MultiHeadMask([mask_lib.CausalMask((length, length))] * heads)
-    return kernel_lib.make_splash_mha(
+    mask = library.MultiHeadMask([library.CausalMask((length, length))] * heads)
+    return library.make_splash_mha(
         mask,
         block_sizes=sizes,
         head_shards=1,
@@ -170,26 +172,6 @@ def _splash_kernel(length: int, heads: int, shards: int, interpret: bool) -> Any
 
 def _largest_block(length: int) -> int:
     return next(b for b in (512, 384, 256, KERNEL_BLOCK) if length % b == 0)
-
-
-def _splash(
-    splash: Any,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_segments: jax.Array,
-    kv_segments: jax.Array,
-) -> jax.Array:
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as kernel_lib,
-    )
-
-    to_heads = lambda x: x.transpose(0, 2, 1, 3)
-    segments = kernel_lib.SegmentIds(q_segments, kv_segments)
-    out = jax.vmap(lambda q, k, v, s: splash(q, k, v, segment_ids=s))(
-        to_heads(q) * q.shape[-1] ** -0.5, to_heads(k), to_heads(v), segments
-    )
-    return out.transpose(0, 2, 1, 3)
 
 
 def _triton_attention(

@@ -9,8 +9,7 @@ settings, the type and file of each tensor) is kept in a `ModelCard`.
 import dataclasses
 import json
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,25 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from manus_jax.files import write_atomically
+from manus_jax.files import (
+    CHECKSUMS,
+    DamagedError,
+    is_plain_name,
+    remove_leftovers,
+    sync_directory,
+    verify_checksums,
+    write_atomically,
+    write_checksums,
+)
 from manus_jax.models.architecture import (
     Architecture,
     ModelError,
     from_hf_config,
     read_hf_config,
+    read_json_object,
     to_hf_config,
 )
-from manus_jax.models.transformer import Params, layer_shapes
+from manus_jax.models.transformer import Params
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -70,28 +79,71 @@ class ModelCard:
         self.copy_side_files(directory)
         weights = {"types": self.tensor_types, "files": self.tensor_files}
         _write_json(directory / _CARD_FILE, weights)
+        write_checksums(directory)
 
     @classmethod
     def load(cls, directory: Path) -> "ModelCard":
         path = directory / _CARD_FILE
         if not path.is_file():
             raise ModelError(f"{directory} contains no model card ({_CARD_FILE} is missing)")
-        weights = json.loads(path.read_text())
-        return cls(read_hf_config(directory), directory, weights["types"], weights["files"])
+        verify_model(directory)
+        config, weights = read_hf_config(directory), read_json_object(path)
+        types, files = weights.get("types"), weights.get("files")
+        names = {name for name, *_ in tensor_map(from_hf_config(config, str(directory)))}
+        if not isinstance(types, dict) or not isinstance(files, dict):
+            raise ModelError(f"{path} has no types or no files of tensors")
+        if not names <= types.keys() & files.keys() or not set(types.values()) <= _DTYPES.keys():
+            raise ModelError(f"{path} does not describe the tensors of the model in config.json")
+        _check_weight_files(files.values(), path)
+        return cls(config, directory, types, files)
 
     def copy_side_files(self, directory: Path) -> None:
         """Copies all files except weights; writes `config.json` if there is none to copy."""
         if self.side_files is not None and self.side_files.resolve() != directory.resolve():
             for path in sorted(self.side_files.iterdir()):
                 if path.is_file() and not _is_weight_file(path.name):
-                    shutil.copy2(path, directory / path.name)
+                    _check_link(path)
+                    write_atomically(directory / path.name, path.read_bytes())
         if not (directory / "config.json").exists():
             _write_json(directory / "config.json", self.config)
 
 
 def _is_weight_file(name: str) -> bool:
     weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
-    return name.endswith((*weights, ".gguf")) or name == _CARD_FILE
+    return name.endswith((*weights, ".gguf", ".h5", ".msgpack", ".onnx")) or name in (
+        _CARD_FILE,
+        CHECKSUMS,
+    )
+
+
+def _check_link(path: Path) -> None:
+    """Raises ModelError if a file is a link to another place than a Hugging Face cache's blobs."""
+    target = path.resolve()
+    directory = path.parent.resolve()
+    if target.parent not in (directory, directory.parent.parent / "blobs"):
+        raise ModelError(
+            f"{path} is a link to {target}, outside its directory: replace it with the file"
+        )
+
+
+def _check_weight_files(names: Iterable[Any], source: Path) -> None:
+    """Raises ModelError if `source` names a file that is not in its own directory."""
+    for name in names:
+        if not is_plain_name(name) or not name.endswith(".safetensors"):
+            raise ModelError(
+                f"{source} names {name!r}, which is not the name of a safetensors file beside it"
+            )
+
+
+def verify_model(directory: Path) -> None:
+    """Raises ModelError if a directory written here has changed; others have no checksums."""
+    if (directory / CHECKSUMS).exists():
+        try:
+            verify_checksums(directory)
+        except DamagedError as error:
+            raise ModelError(
+                f"{error}; if the change is intended, remove {directory / CHECKSUMS}"
+            ) from None
 
 
 def new_card(arch: Architecture, side_files: Path | None, dtype: str = "float32") -> ModelCard:
@@ -107,7 +159,7 @@ def tensor_map(arch: Architecture) -> Iterator[tuple[str, tuple[str, ...], int |
     """Yields (Hugging Face name, parameter path, layer or None if not stacked, shape)."""
     d = arch.hidden_size
     yield "model.embed_tokens.weight", ("backbone", "embed"), None, (arch.vocab_size, d)
-    for name, shape in layer_shapes(arch).items():
+    for name, shape in arch.layer_shapes.items():
         for layer in range(arch.num_layers):
             path = ("backbone", "layers", name)
             yield f"model.layers.{layer}.{_LAYER_NAMES[name]}", path, layer, shape
@@ -140,7 +192,11 @@ class _Reader:
     def _weight_files(self) -> list[str]:
         index = self.directory / INDEX_FILE
         if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            weight_map = read_json_object(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise ModelError(f"{index} has no weight_map")
+            _check_weight_files(weight_map.values(), index)
+            files = sorted(set(weight_map.values()))
             missing = [f for f in files if not (self.directory / f).is_file()]
             if missing:
                 raise ModelError(f"{index} lists {missing[0]}, which is not in {self.directory}")
@@ -168,6 +224,11 @@ def _read_card(directory: Path) -> tuple[ModelCard, _Reader]:
     config = read_hf_config(directory)
     arch = from_hf_config(config, str(directory / "config.json"))
     reader = _Reader(directory)
+    if arch.num_layers > len(reader.files):
+        raise ModelError(
+            f"{directory}: config.json says {arch.num_layers} layers, but there are only "
+            f"{len(reader.files)} tensors"
+        )
     expected = {name: shape for name, _, _, shape in tensor_map(arch)}
     missing = [name for name in expected if name not in reader.files]
     if missing:
@@ -218,31 +279,49 @@ def _read_sharded(
     def slice_of(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         if not stacked:
-            return np.asarray(reader.read(names[0], index)).astype(np.float32)
+            whole = np.asarray(reader.read(names[0], index)).astype(np.float32)
+            return _finite(whole, names[0])
         layers = names[index[0]]
         first = np.asarray(reader.read(layers[0], index[1:]))
         out = np.empty((len(layers), *first.shape), np.float32)
-        out[0] = first
-        for i, name in enumerate(layers[1:], start=1):
-            out[i] = reader.read(name, index[1:])
+        for i, name in enumerate(layers):
+            out[i] = first if i == 0 else reader.read(name, index[1:])
+            _finite(out[i], name)
         return out
 
     return jax.make_array_from_callback(shape, sharding, slice_of)
 
 
+def _finite(tensor: np.ndarray, name: str) -> np.ndarray:
+    # A sum is not finite if a term is not, and needs no copy; it may also overflow.
+    if not np.isfinite(tensor.sum(dtype=np.float32)) and not np.isfinite(tensor).all():
+        raise ModelError(f"tensor {name} contains values that are not finite numbers")
+    return tensor
+
+
 def save_hf(params: Params, card: ModelCard, directory: Path) -> None:
     """Writes a Hugging Face directory under a temporary name and renames it to `directory`."""
     directory = Path(directory)
-    if directory.exists() and any(directory.iterdir()):
-        raise ModelError(f"{directory} exists and is not empty; choose another directory")
+    check_new(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(directory.parent, directory.name)
     work = directory.with_name(f".{directory.name}.tmp-{os.getpid()}")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    work.mkdir()
     card.copy_side_files(work)
     _write_weights(params, card, work)
+    write_checksums(work)
     if directory.exists():
         directory.rmdir()
     work.rename(directory)
+    sync_directory(directory.parent)
+
+
+def check_new(directory: Path) -> None:
+    """Raises ModelError unless `directory` does not exist or is empty."""
+    if directory.exists() and not directory.is_dir():
+        raise ModelError(f"{directory} exists and is not a directory; choose another one")
+    if directory.exists() and any(directory.iterdir()):
+        raise ModelError(f"{directory} exists and is not empty; choose another directory")
 
 
 def _write_weights(params: Params, card: ModelCard, directory: Path) -> None:
@@ -259,7 +338,7 @@ def _write_weights(params: Params, card: ModelCard, directory: Path) -> None:
             array = _get(params, path)
             host = np.asarray(array if layer is None else array[layer])
             host = host.astype(_DTYPES[card.tensor_types[name]], copy=False)
-            tensors[name] = np.ascontiguousarray(host)
+            tensors[name] = np.ascontiguousarray(_finite(host, name))
             total += tensors[name].nbytes
         save_file(tensors, directory / file, metadata={"format": "pt"})
     if list(names) != [SINGLE_FILE]:

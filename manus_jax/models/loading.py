@@ -40,7 +40,7 @@ class PolicySource:
 def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # malformed files raise all kinds of errors in transformers
         raise ModelError(
             f"{directory} contains no tokenizer that transformers can read: "
             + " ".join(str(error).split())[:200]
@@ -53,12 +53,26 @@ def from_path(path: Path) -> PolicySource:
     if not path.exists():
         raise ModelError(f"model.path {path} does not exist")
     if (path / "config.json").is_file():
+        if jax.process_index() == 0:
+            huggingface.verify_model(path)
         card = huggingface.read_card(path)
         load = lambda shardings: huggingface.load_params(path, shardings)[0]
-        return PolicySource(card, open_tokenizer(path), load)
+        return _with_tokenizer(card, path, load)
     step_dir, card_dir = orbax_params.find_checkpoint(path)
     card = ModelCard.load(card_dir)
-    return PolicySource(card, open_tokenizer(card_dir), lambda s: load_step(step_dir, card, s))
+    return _with_tokenizer(card, card_dir, lambda s: load_step(step_dir, card, s))
+
+
+def _with_tokenizer(
+    card: ModelCard, directory: Path, load: Callable[[Any], Params]
+) -> PolicySource:
+    tokenizer, size = open_tokenizer(directory), card.architecture.vocab_size
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= size:
+        raise ModelError(
+            f"{directory}: the tokenizer has token {largest}, but the model only has {size} tokens"
+        )
+    return PolicySource(card, tokenizer, load)
 
 
 def load_step(step_dir: Path, card: ModelCard, shardings: Any = None) -> Params:
@@ -78,6 +92,7 @@ def from_scratch(
 ) -> PolicySource:
     """A randomly initialised model and a tokenizer trained on `texts`, saved in `directory`."""
     if (directory / "tokenizer.json").is_file():
+        huggingface.verify_model(directory)
         tokenizer = open_tokenizer(directory)
     else:
         work = directory.with_name(f".{directory.name}.tmp-{os.getpid()}")

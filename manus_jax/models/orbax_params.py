@@ -1,35 +1,82 @@
-"""Parameters of a policy in an Orbax checkpoint, without the rest of the training state.
+"""Checkpoints on disk, and the parameters of a policy in them.
 
-Loading a model, converting and publishing need only a checkpoint's `params` item and the model card
-beside it. `training/checkpoints.py` writes the complete state with the same layout.
+A step directory contains items written by Orbax (`params`, `optimizer`, `host`, …) and is complete
+when its checksums exist. While a step is written or removed, a marker file beside it says so, so
+that the leftovers of a kill are not taken for damage. Loading a model, converting and publishing
+read only `params` and the model card; `training/checkpoints.py` writes the complete state.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from manus_jax.errors import UserError
+from manus_jax.files import CHECKSUMS, DamagedError, verify_checksums, write_checksums
+
+_UNFINISHED = ".unfinished-"
 
 
 class CheckpointError(UserError, ValueError):
-    """A checkpoint is missing or incompatible; the message has its path."""
+    """A checkpoint is missing, damaged or incompatible; the message has its path."""
+
+
+def list_steps(root: Path) -> list[int]:
+    """The steps in a checkpoint directory, ascending; damaged ones too, but no unfinished ones."""
+    names = (path.name for path in root.glob("*"))
+    steps = [int(name) for name in names if name.isdecimal() and name == str(int(name))]
+    return sorted(step for step in steps if not _is_unfinished(root, step))
+
+
+def begin_step(root: Path, step: int) -> None:
+    """Marks a step as unfinished: it is about to be written or removed."""
+    (root / f"{_UNFINISHED}{step}").touch()
+
+
+def finish_step(root: Path, step: int) -> None:
+    """Makes a step visible: writes its checksums, then removes the mark."""
+    write_checksums(root / str(step))
+    (root / f"{_UNFINISHED}{step}").unlink()
+
+
+def remove_step(root: Path, step: int) -> None:
+    begin_step(root, step)
+    (root / str(step) / CHECKSUMS).unlink(missing_ok=True)
+    shutil.rmtree(root / str(step))
+    (root / f"{_UNFINISHED}{step}").unlink()
+
+
+def remove_unfinished(root: Path) -> None:
+    """Removes the leftovers of a kill; no other process may be writing checkpoints here."""
+    for marker in root.glob(f"{_UNFINISHED}*"):
+        step = marker.name.removeprefix(_UNFINISHED)
+        if step.isdecimal() and _is_unfinished(root, int(step)):
+            shutil.rmtree(root / step, ignore_errors=True)
+        marker.unlink()
+    for path in root.glob("*.orbax-checkpoint-tmp*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_unfinished(root: Path, step: int) -> bool:
+    return (root / f"{_UNFINISHED}{step}").exists() and not (root / str(step) / CHECKSUMS).exists()
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Path]:
     """`(step directory, model card directory)` for a step directory or a run's newest step."""
-    path = Path(path).absolute()
-    if (path / "params").is_dir():
+    path = Path(path).expanduser().absolute()
+    if path.parent.name == "checkpoints" or (path / "params").is_dir():
         step_dir = path
     else:
         root = path if path.name == "checkpoints" else path / "checkpoints"
-        steps = [p for p in root.glob("*") if p.name.isdigit() and (p / "params").is_dir()]
+        steps = list_steps(root)
         if not steps:
             raise CheckpointError(
                 f"{path} contains no checkpoint: expected a run directory, or a step directory in "
                 "its checkpoints/"
             )
-        step_dir = max(steps, key=lambda p: int(p.name))
+        step_dir = root / str(steps[-1])
     card = step_dir.parent.parent / "model"
     if not (card / "config.json").is_file():
         raise CheckpointError(f"{card} is missing: it describes the model of {step_dir}")
@@ -37,20 +84,31 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
 
 
 def load_params(step_dir: Path, abstract_params: Any) -> Any:
-    """Restores the parameters of a step directory with the shapes and shardings given."""
+    """Verifies a step and restores its parameters with the shapes and shardings given."""
+    step_dir = Path(step_dir).absolute()
+    if jax.process_index() == 0:
+        try:
+            verify_checksums(step_dir)
+        except DamagedError as error:
+            raise CheckpointError(f"checkpoint {step_dir} is damaged: {error}") from None
     with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(Path(step_dir).absolute() / "params", abstract_params)
+        try:
+            return checkpointer.restore(step_dir / "params", abstract_params)
+        except (ValueError, KeyError, FileNotFoundError) as error:
+            raise CheckpointError(
+                f"checkpoint {step_dir} does not fit the model in {step_dir.parent.parent}/model: "
+                + " ".join(str(error).split())[:300]
+            ) from None
 
 
 def save_params(run_dir: Path, params: Any, host: dict[str, Any]) -> Path:
     """Writes a checkpoint that contains only parameters, as step 0 of `run_dir`."""
-    directory = Path(run_dir).absolute() / "checkpoints"
-    with ocp.CheckpointManager(directory, item_names=("params", "host")) as manager:
-        manager.save(
-            0,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(params), host=ocp.args.JsonSave(host)
-            ),
-        )
-        manager.wait_until_finished()
-    return directory / "0"
+    root = Path(run_dir).absolute() / "checkpoints"
+    root.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(root)
+    begin_step(root, 0)
+    items = ocp.args.Composite(params=ocp.args.StandardSave(params), host=ocp.args.JsonSave(host))
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        checkpointer.save(root / "0", args=items)
+    finish_step(root, 0)
+    return root / "0"

@@ -76,33 +76,11 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 }
 
 
-def layer_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Shapes of one layer's parameters by name, without the layer axis."""
-    d, f = arch.hidden_size, arch.intermediate_size
-    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_norm": (d,),
-        "q_proj": (q, d),
-        "k_proj": (kv, d),
-        "v_proj": (kv, d),
-        "o_proj": (d, q),
-        "post_norm": (d,),
-        "gate_proj": (f, d),
-        "up_proj": (f, d),
-        "down_proj": (d, f),
-    }
-    if arch.qkv_bias:
-        shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
-    if arch.qk_norm:
-        shapes |= {"q_norm": (arch.head_dim,), "k_norm": (arch.head_dim,)}
-    return shapes
-
-
 class Layers(nnx.Module):
     """The parameters of all layers, each stacked on a leading layer axis."""
 
     def __init__(self, arch: Architecture, rngs: nnx.Rngs):
-        for name, shape in layer_shapes(arch).items():
+        for name, shape in arch.layer_shapes.items():
             stacked = (arch.num_layers, *shape)
             if name.endswith("norm"):
                 value = jnp.ones(stacked)
@@ -113,16 +91,19 @@ class Layers(nnx.Module):
             setattr(self, name, nnx.Param(value))
 
 
+def _matrix(arch: Architecture, rngs: nnx.Rngs) -> nnx.Param[jax.Array]:
+    """A random matrix [vocab, hidden]."""
+    shape = (arch.vocab_size, arch.hidden_size)
+    return nnx.Param(arch.initializer_range * jax.random.normal(rngs.params(), shape))
+
+
 class Backbone(nnx.Module):
     """Embedding, layers and final norm: tokens to hidden states."""
 
     def __init__(self, arch: Architecture, compute: Compute, rngs: nnx.Rngs):
         self.arch = arch
         self.compute = compute
-        self.embed = nnx.Param(
-            arch.initializer_range
-            * jax.random.normal(rngs.params(), (arch.vocab_size, arch.hidden_size))
-        )
+        self.embed = _matrix(arch, rngs)
         self.layers = Layers(arch, rngs)
         self.norm = nnx.Param(jnp.ones((arch.hidden_size,)))
 
@@ -163,20 +144,7 @@ class Transformer(nnx.Module):
 
     def __init__(self, arch: Architecture, compute: Compute, rngs: nnx.Rngs):
         self.backbone = Backbone(arch, compute, rngs)
-        self.lm_head = (
-            None
-            if arch.tie_embeddings
-            else nnx.Param(
-                arch.initializer_range
-                * jax.random.normal(rngs.params(), (arch.vocab_size, arch.hidden_size))
-            )
-        )
-
-    def hidden_states(
-        self, input_ids: jax.Array, segment_ids: jax.Array, positions: jax.Array
-    ) -> jax.Array:
-        """Hidden states [rows, length, hidden], for a head applied to some positions only."""
-        return self.backbone(input_ids, segment_ids, positions)
+        self.lm_head = None if arch.tie_embeddings else _matrix(arch, rngs)
 
     def head(self) -> jax.Array:
         """The LM head [vocab, hidden], in the parameter type."""
@@ -186,7 +154,7 @@ class Transformer(nnx.Module):
         self, input_ids: jax.Array, segment_ids: jax.Array, positions: jax.Array
     ) -> jax.Array:
         """Logits float32 [rows, length, vocab]; training never materialises them."""
-        x = self.hidden_states(input_ids, segment_ids, positions)
+        x = self.backbone(input_ids, segment_ids, positions)
         return jnp.einsum(
             "btd,vd->btv", x, self.head().astype(x.dtype), preferred_element_type=jnp.float32
         )
@@ -365,9 +333,7 @@ def init_params(
     return jax.jit(create, out_shardings=shardings)(jax.random.key(seed))
 
 
-def critic_from_policy(policy: Params, value_head: jax.Array | None = None) -> Params:
-    """Critic parameters: a copy of the policy's backbone and a zero (or given) value head."""
+def critic_from_policy(policy: Params) -> Params:
+    """Critic parameters: a copy of the policy's backbone and a zero value head."""
     backbone = jax.tree.map(jnp.copy, policy["backbone"])
-    if value_head is None:
-        value_head = jnp.zeros((backbone["norm"].shape[0],), jnp.float32)
-    return {"backbone": backbone, "value_head": value_head}
+    return {"backbone": backbone, "value_head": jnp.zeros_like(backbone["norm"])}

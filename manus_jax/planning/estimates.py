@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.log_probs import chunk_size
-from manus_jax.models.transformer import layer_shapes
 
 # The products that the backward pass computes again, by remat policy (models/transformer.py).
 _RECOMPUTED = {
@@ -83,7 +82,7 @@ class Workload:
 
 
 def _matrices(arch: Architecture) -> dict[str, int]:
-    return {n: math.prod(s) for n, s in layer_shapes(arch).items() if n.endswith("_proj")}
+    return {n: math.prod(s) for n, s in arch.layer_shapes.items() if n.endswith("_proj")}
 
 
 def attention_flops(w: Workload) -> float:

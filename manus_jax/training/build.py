@@ -152,6 +152,7 @@ def warm_start(config: TrainConfig, directory: RunDirectory, job: Job) -> Path:
         seed=config.train.seed,
         save_freq=settings.steps,
         test_freq=settings.steps,
+        strict_resume=config.train.strict_resume,
         export=export,
     )
     optimizer = dataclasses.replace(
@@ -213,7 +214,12 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
         source = job.on_primary(lambda: loaded.keep_card(directory.model)) or loaded
         learners, reference = build_learners(config, recipe, source, mesh)
         checkpoints = Checkpoints(
-            directory.checkpoints, keep=train.keep_checkpoints, parts=tuple(learners), best=True
+            directory.checkpoints,
+            keep=train.keep_checkpoints,
+            parts=tuple(learners),
+            best=True,
+            strict=train.strict_resume,
+            job=job,
         )
         stack.callback(checkpoints.close)
         policy = learners["policy"]

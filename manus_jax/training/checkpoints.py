@@ -1,30 +1,40 @@
-"""Orbax checkpoints of a run: asynchronous, atomic, restorable onto any mesh.
+"""Checkpoints of a run: asynchronous, verified, restorable onto any mesh.
 
 The directory of a step contains `params` and `optimizer` (sharded arrays) and `host` (JSON: dataset
-cursor, counters and other state of the training loop). Orbax writes to a temporary name and renames
-the complete checkpoint, so an interrupted one is never listed.
+cursor, counters and other state of the training loop), all written by Orbax in the background.
+When they are on disk, process 0 writes the checksums of all files, which complete the checkpoint,
+and only then removes older ones. Orbax has no checksums of its own: those of its storage formats
+cover indices, not the arrays.
 
 With several processes, all call the same methods in the same order. Each process writes its own
 shards to a shared directory; process 0 writes everything that is not an array.
 """
 
+import json
+import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers as managers
 
+from manus_jax.data_proto import DataProto
+from manus_jax.files import DamagedError, verify_checksums
 from manus_jax.learner.update import TrainState
+from manus_jax.models import orbax_params
 from manus_jax.models.orbax_params import CheckpointError
+from manus_jax.training.job import Job
+
+_SCORE = "score"
 
 
 class Checkpoints:
     """The checkpoints in one directory, by step.
 
     `parts` are the learners whose states are saved: the policy and optionally a critic. The newest
-    `keep` checkpoints are kept and, with `best`, also the one with the highest score.
+    `keep` checkpoints are kept and, with `best`, also the one with the highest score. With
+    `strict`, a damaged newest checkpoint is an error.
     """
 
     def __init__(
@@ -33,36 +43,74 @@ class Checkpoints:
         keep: int | None = None,
         parts: Sequence[str] = ("policy",),
         best: bool = False,
+        strict: bool = False,
+        job: Job | None = None,
     ):
         self.directory = Path(directory).absolute()
-        self._parts = tuple(parts)
-        policies: list[managers.PreservationPolicy] = [managers.LatestN(keep)]
-        if best:
-            scored = managers.BestN(
-                get_metric_fn=lambda metrics: metrics["score"],
-                n=1,
-                keep_checkpoints_without_metrics=False,
-            )
-            policies.append(scored)
-        everyone = set(range(jax.process_count()))
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._manager = ocp.CheckpointManager(
-            self.directory,
-            item_names=(*(i for part in parts for i in _items(part)), "host"),
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=managers.AnyPreservationPolicy(policies),
-                create=False,
-                cleanup_tmp_directories=True,
-                # With explicit processes, Orbax uses barriers that have a timeout.
-                multiprocessing_options=ocp.options.MultiprocessingOptions(
-                    active_processes=everyone if len(everyone) > 1 else None
-                ),
-            ),
+        self._keep, self._parts, self._best, self._strict = keep, tuple(parts), best, strict
+        self._job = job or Job()
+        self._finishing: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoints")
+        # With explicit processes, Orbax uses barriers that have a timeout.
+        everyone = set(range(self._job.count)) if self._job.count > 1 else None
+        self._checkpointer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(),
+            multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=everyone),
         )
+        if self._job.primary:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            orbax_params.remove_unfinished(self.directory)
 
     def latest(self) -> int | None:
-        """The step of the newest complete checkpoint; None if there is none."""
-        return self._manager.latest_step()
+        """The step of the newest intact checkpoint; None if there are no checkpoints.
+
+        Damaged newer ones are reported and moved to `damaged-<step>`. If none is intact, nothing is
+        moved, and CheckpointError is raised.
+        """
+        newest = self._job.from_primary(lambda: DataProto.empty({"step": self._newest_intact()}))
+        return newest.meta_info["step"]
+
+    def _newest_intact(self) -> int | None:
+        damaged: dict[int, DamagedError] = {}
+        for step in reversed(orbax_params.list_steps(self.directory)):
+            try:
+                verify_checksums(self.directory / str(step))
+            except DamagedError as error:
+                damaged[step] = error
+                if self._strict:
+                    break
+                continue
+            for other, problem in damaged.items():
+                print(
+                    f"checkpoint {other} is damaged and was moved to {self._set_aside(other)} "
+                    f"({problem}); continuing from step {step}",
+                    flush=True,
+                )
+            return step
+        if damaged:
+            step, problem = next(iter(damaged.items()))
+            reason = (
+                "strict_resume is set: unset it to continue from an older one"
+                if self._strict
+                else f"and no other one in {self.directory} is intact: restore it from a copy, or "
+                "remove the directory to start again"
+            )
+            raise CheckpointError(f"checkpoint {step} is damaged ({problem}), {reason}")
+        return None
+
+    def _set_aside(self, step: int) -> Path:
+        target = self.directory / f"damaged-{step}"
+        number = 2
+        while target.exists():
+            target = self.directory / f"damaged-{step}-{number}"
+            number += 1
+        try:
+            shutil.move(self.directory / str(step), target)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint {step} is damaged and cannot be moved to {target}: {error}"
+            ) from None
+        return target
 
     def save(
         self,
@@ -72,13 +120,37 @@ class Checkpoints:
         score: float | None = None,
     ) -> None:
         """Starts an asynchronous save; the arrays may be donated as soon as this returns."""
+        self.wait()
         items: dict[str, Any] = {"host": ocp.args.JsonSave(host)}
+        if score is not None:
+            items[_SCORE] = ocp.args.JsonSave({_SCORE: score})
         for part in self._parts:
             params, optimizer = _items(part)
             items[params] = ocp.args.StandardSave(states[part].params)
             items[optimizer] = ocp.args.StandardSave(_rest(states[part]))
-        metrics = None if score is None else {"score": score}
-        self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
+        if self._job.primary:
+            orbax_params.begin_step(self.directory, step)
+        self._checkpointer.save(self.directory / str(step), args=ocp.args.Composite(**items))
+        if self._job.primary:
+            self._finishing = self._thread.submit(self._finish, step)
+
+    def _finish(self, step: int) -> None:
+        self._checkpointer.wait_until_finished()
+        orbax_params.finish_step(self.directory, step)
+        steps = orbax_params.list_steps(self.directory)
+        kept = set(steps if self._keep is None else steps[-self._keep :])
+        scores = {s: score for s in steps if (score := self._score(s)) is not None}
+        if self._best and scores:
+            kept.add(max(scores, key=lambda s: (scores[s], s)))
+        for old in set(steps) - kept:
+            orbax_params.remove_step(self.directory, old)
+
+    def _score(self, step: int) -> float | None:
+        try:
+            path = self.directory / str(step) / _SCORE / "metadata"
+            return float(json.loads(path.read_text())[_SCORE])
+        except (OSError, ValueError, KeyError, TypeError):  # no score, or a damaged checkpoint
+            return None
 
     def restore(
         self, step: int, abstract: Mapping[str, TrainState]
@@ -89,11 +161,12 @@ class Checkpoints:
             params, optimizer = _items(part)
             items[params] = ocp.args.StandardRestore(abstract[part].params)
             items[optimizer] = ocp.args.StandardRestore(_rest(abstract[part]))
+        path = self.directory / str(step)
         try:
-            loaded = self._manager.restore(step, args=ocp.args.Composite(**items))
+            loaded = self._checkpointer.restore(path, args=ocp.args.Composite(**items))
         except (ValueError, KeyError, FileNotFoundError) as error:
             raise CheckpointError(
-                f"checkpoint {self.directory / str(step)} does not fit this configuration: "
+                f"checkpoint {path} does not fit this configuration: "
                 + " ".join(str(error).split())[:300]
             ) from None
         states = {}
@@ -105,11 +178,15 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits until all saves are on disk; raises the error of a failed save."""
-        self._manager.wait_until_finished()
+        finishing, self._finishing = self._finishing, None
+        if finishing is not None:
+            finishing.result()
+        self._checkpointer.wait_until_finished()
 
     def close(self) -> None:
         self.wait()
-        self._manager.close()
+        self._thread.shutdown()
+        self._checkpointer.close()
 
 
 def _items(part: str) -> tuple[str, str]:

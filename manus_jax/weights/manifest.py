@@ -1,7 +1,7 @@
 """The format of a published version: a directory with a manifest that describes its files.
 
-A version directory is written under a temporary name and renamed when it is complete on disk. The
-manifest gives the type and shape of every tensor, checksums that cover every byte of every file,
+The manifest is written last, when all other files are on disk: a version without one is ignored. It
+gives the type and shape of every tensor, checksums that cover every byte of every file,
 and the version that the delta is based on, by number and by id: two runs may both have a version 7,
 and a delta applied to the wrong one would produce weights that were never trained. The manifest
 contains its own checksum. This module does not import JAX, because vLLM workers read it too.
@@ -11,12 +11,12 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from manus_jax.engines.protocol import EngineError
+from manus_jax.files import write_atomically
 
 MANIFEST = "manifest.json"
 DELTA = "delta.safetensors"
@@ -78,11 +78,7 @@ class Manifest:
 
     def write(self, directory: Path) -> None:
         record = {"format": _FORMAT, **dataclasses.asdict(self)}
-        text = json.dumps({**record, "checksum": checksum(_canonical(record))}, indent=1) + "\n"
-        with (directory / MANIFEST).open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        write_atomically(directory / MANIFEST, _with_checksum(record))
 
 
 def checksum(data: Any) -> str:
@@ -95,23 +91,38 @@ def version_directory(root: Path, number: int) -> Path:
 
 
 def published_versions(root: Path) -> list[int]:
-    """Version numbers in `root`, ascending."""
-    if not root.is_dir():
-        return []
-    return sorted(int(path.name) for path in root.iterdir() if path.name.isdigit())
+    """Numbers of the complete versions in `root`, ascending."""
+    return [number for number in _numbers(root) if _is_complete(root, number)]
+
+
+def incomplete_versions(root: Path) -> list[int]:
+    """Numbers of versions whose publisher was killed while it wrote or removed them."""
+    return [number for number in _numbers(root) if not _is_complete(root, number)]
+
+
+def _numbers(root: Path) -> list[int]:
+    names = (path.name for path in root.glob("*"))
+    return sorted(int(name) for name in names if name.isdecimal() and name == f"{int(name):08d}")
+
+
+def _is_complete(root: Path, number: int) -> bool:
+    return (version_directory(root, number) / MANIFEST).exists()
 
 
 def read_manifest(root: Path, number: int) -> Manifest:
     """Reads a manifest and verifies its checksum."""
     path = version_directory(root, number) / MANIFEST
     try:
-        record = json.loads(path.read_text())
-        expected = record.pop("checksum")
-        damaged = expected != checksum(_canonical(record))
+        text = path.read_text()
+        record = json.loads(text)
+        del record["checksum"]
+        damaged = text != _with_checksum(record)
     except FileNotFoundError:
         found = ", ".join(map(str, published_versions(root))) or "none"
         raise WeightsError(f"version {number} is not in {root}; it has: {found}") from None
-    except (ValueError, KeyError, AttributeError):
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
         damaged = True
     if damaged:
         raise WeightsError(f"{path} is damaged: it does not match its checksum; publish it again")
@@ -131,5 +142,7 @@ def read_manifest(root: Path, number: int) -> Manifest:
     )
 
 
-def _canonical(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(record, sort_keys=True).encode()
+def _with_checksum(record: Mapping[str, Any]) -> str:
+    """The text of a manifest; a reader writes it again and compares."""
+    canonical = json.dumps(record, sort_keys=True)
+    return json.dumps({**record, "checksum": checksum(canonical.encode())}, sort_keys=True) + "\n"

@@ -9,7 +9,6 @@ server can start. Only one publisher may write to a directory at a time.
 import contextlib
 import dataclasses
 import errno
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,17 +18,20 @@ from typing import Any
 
 import numpy as np
 
+from manus_jax.files import sync_directory, write_checksums
 from manus_jax.models.huggingface import ModelCard
 from manus_jax.weights import delta
 from manus_jax.weights.host_tensors import host_bytes, tensor_sources
 from manus_jax.weights.manifest import (
     DELTA,
     FULL,
+    MANIFEST,
     SNAPSHOT,
     FileRecord,
     Identity,
     Manifest,
     WeightsError,
+    incomplete_versions,
     published_versions,
     read_manifest,
     version_directory,
@@ -76,12 +78,12 @@ class Publisher:
         self._started = False
         with _disk_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
-            for left in self.root.glob(".*.tmp-*"):
-                shutil.rmtree(left)
+            for number in incomplete_versions(self.root):
+                _remove(version_directory(self.root, number))
         self._last = Mirror(scratch)
 
     def publish(self, params: Any, version: int) -> Published:
-        """Publishes the parameters as version `version`, atomically."""
+        """Publishes the parameters as version `version`, visible when all of it is on disk."""
         if not self._started:
             self._resume_from_disk(version)
             self._started = True
@@ -90,14 +92,13 @@ class Publisher:
             raise WeightsError(
                 f"version {version} is not newer than {base.number}, the last published version"
             )
-        final = version_directory(self.root, version)
-        work = self.root / f".{final.name}.tmp-{os.getpid()}"
+        directory = version_directory(self.root, version)
         # The copy of the last version is overwritten here: after a failure, publish a snapshot.
         self._last.held = None
-        with _disk_errors(self.root), _removed_unless_renamed(work):
-            published = self._write(params, Identity(version, uuid.uuid4().hex), base, work)
-            work.rename(final)
-            _sync(self.root)
+        with _disk_errors(self.root), contextlib.ExitStack() as on_failure:
+            on_failure.callback(_remove, directory)
+            published = self._write(params, Identity(version, uuid.uuid4().hex), base, directory)
+            on_failure.pop_all()
         self._last.held = published.identity
         self._since_snapshot = 0 if published.snapshot_bytes else self._since_snapshot + 1
         prune(self.root)
@@ -123,24 +124,24 @@ class Publisher:
             self._since_snapshot = sum(n > whole[-1] for n in numbers)
 
     def _write(
-        self, params: Any, identity: Identity, base: Identity | None, work: Path
+        self, params: Any, identity: Identity, base: Identity | None, directory: Path
     ) -> Published:
         snapshot = base is None or self._since_snapshot + 1 >= self._snapshot_every
         if base is None:
             self._last.store = TensorStore(self._specs, self._last.directory)
         store = self._last.store
         assert store is not None
-        work.mkdir()
+        directory.mkdir()
         files: dict[str, FileRecord] = {}
         with contextlib.ExitStack() as stack:
             whole = moved = None
             if snapshot:
-                (work / SNAPSHOT).mkdir()
-                self._card.copy_side_files(work / SNAPSHOT)
-                whole = stack.enter_context(TensorFileWriter(work / FULL, self._specs))
+                (directory / SNAPSHOT).mkdir()
+                self._card.copy_side_files(directory / SNAPSHOT)
+                whole = stack.enter_context(TensorFileWriter(directory / FULL, self._specs))
             if base is not None:
                 names = [n + end for n in self._specs for end in (delta.GAPS, delta.VALUES)]
-                moved = stack.enter_context(TensorFileWriter(work / DELTA, names))
+                moved = stack.enter_context(TensorFileWriter(directory / DELTA, names))
 
             def put(name: str, raw: np.ndarray) -> int:
                 spec = self._specs[name]
@@ -157,8 +158,10 @@ class Publisher:
                 files[FULL] = whole.finish()
             if moved is not None:
                 files[DELTA] = moved.finish()
-        Manifest(identity, base, self._specs, files).write(work)
-        _sync(work)
+        if snapshot:
+            write_checksums(directory / SNAPSHOT)  # for those who load it as a model directory
+        Manifest(identity, base, self._specs, files).write(directory)
+        sync_directory(self.root)
         return Published(
             identity,
             changed,
@@ -209,27 +212,9 @@ def prune(root: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Hides the directory atomically, then deletes it."""
-    hidden = directory.with_name(f".{directory.name}.tmp-removed")
-    shutil.rmtree(hidden, ignore_errors=True)
-    directory.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def _removed_unless_renamed(work: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    """Deletes a version; without its manifest, nobody takes the rest for one."""
+    (directory / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextlib.contextmanager

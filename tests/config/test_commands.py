@@ -167,7 +167,8 @@ def test_the_written_config_holds_no_setting_that_the_engine_does_not_read(engin
     assert not unread_by_engine(engine) & set(read_bindings(text))
 
 
-RUN = ("run_dir", "total_steps", "save_freq", "test_freq", "keep_checkpoints", "export")
+RUN = ("run_dir", "total_steps", "save_freq", "test_freq", "export")
+RUN += ("keep_checkpoints", "strict_resume")
 MAY_CHANGE = {
     *setting_names("mesh", "distributed", "env_pool", "vllm"),
     *("engine.slots", "engine.max_steps", "env.urls", "env.servers_per_env"),

@@ -51,7 +51,10 @@ def test_four_processes_learn_what_one_does(folder, whole):
 
 
 def test_whoever_is_killed_all_end_and_any_number_of_processes_goes_on(folder, whole):
-    """A run of two loses one, goes on as four, loses process 0, goes on as one, ends as two."""
+    """A run of two loses one, goes on as four, loses process 0, goes on as one, ends as two.
+
+    Before the last start the newest checkpoint is damaged, so both must take the one before it.
+    """
     run_dir, model = folder / "killed", model_of(whole)
     job = Job(2, run_dir, model)
     job.await_file("checkpoints/2")
@@ -69,9 +72,11 @@ def test_whoever_is_killed_all_end_and_any_number_of_processes_goes_on(folder, w
         assert "leader task was preempted/died/restarted" in job.said(number)
 
     assert Job(1, run_dir, model, "train.total_steps = 8", "train.export = False").end() == [0]
+    (run_dir / "checkpoints" / "8" / "host" / "metadata").write_text("{}")
     job = Job(2, run_dir, model)
     assert job.end() == [0, 0], job.said(0) + job.said(1)
-    assert "resumed at step 8" in job.said(0)
+    assert "checkpoint 8 is damaged and was moved to" in job.said(0)
+    assert "resumed at step 7" in job.said(0)
     assert steps(run_dir) == list(range(1, 11))
     assert_learned_the_same(run_dir, whole)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,6 +86,20 @@ def test_it_learns_resumes_after_kills_to_the_bit_and_exports(tmp_path, data):
         np.testing.assert_array_equal(exported(killed, 40)[name], tensor, err_msg=name)
     same = lambda line: {k: v for k, v in line.items() if not k.startswith(("timing", "perf"))}
     assert [same(a) for a in metrics(killed)] == [same(a) for a in lines]
+
+    # If the newest checkpoint is damaged, the run goes on from the one before, to the same bits.
+    damaged = Path(shutil.copytree(whole, tmp_path / "damaged"))
+    shutil.rmtree(damaged / "export")
+    files = [p for p in (damaged / "checkpoints" / "40" / "params").rglob("*") if p.is_file()]
+    largest = max(files, key=lambda p: p.stat().st_size)
+    data_of = bytearray(largest.read_bytes())
+    data_of[len(data_of) // 2] ^= 4
+    largest.write_bytes(data_of)
+    sft.main(arguments(damaged, data, *more))
+    assert [p.name for p in (damaged / "checkpoints").glob("damaged-*")] == ["damaged-40"]
+    for name, tensor in exported(whole, 40).items():
+        np.testing.assert_array_equal(exported(damaged, 40)[name], tensor, err_msg=name)
+    assert [same(a) for a in metrics(damaged)] == [same(a) for a in lines]
 
     # The checkpoint converts to the same directory that the run exported, and back.
     convert.main(["to-hf", "--checkpoint", str(whole), "--out", str(tmp_path / "hf")])

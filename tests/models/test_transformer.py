@@ -46,7 +46,7 @@ def test_a_value_is_of_the_state_before_its_token():
     graphdef, _ = abstract_model(Critic, ARCH, Compute())
     policy = init_params(Transformer, ARCH, Compute(), 0)
     head = jnp.asarray(np.random.default_rng(0).normal(size=32), jnp.float32)
-    critic = critic_from_policy(policy, head)
+    critic = critic_from_policy(policy) | {"value_head": head}
     value = jax.jit(lambda ids: nnx.merge(graphdef, critic)(*rows(ids)))
     ids = np.arange(12, dtype=np.int32)[None]
     changed = ids.copy()

@@ -1,6 +1,8 @@
 """Checkpoints: exact, on any mesh, and never half a one."""
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,14 +13,13 @@ import numpy as np
 import optax
 import pytest
 
+from manus_jax.files import CHECKSUMS, DamagedError, verify_checksums
 from manus_jax.learner.mesh import make_mesh
 from manus_jax.learner.update import abstract_state, init_state, state_shardings
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.orbax_params import CheckpointError, find_checkpoint
 from manus_jax.models.transformer import Compute, Transformer, abstract_model, init_params
-from manus_jax.training.checkpoints import (
-    Checkpoints,
-)
+from manus_jax.training.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -111,11 +112,11 @@ def test_a_checkpoint_cut_short_by_a_kill_is_never_taken_for_a_whole_one(tmp_pat
     assert process.stdout.readline() == "second begun\n"
     process.send_signal(signal.SIGKILL)
     process.wait()
-    names = {p.name for p in tmp_path.iterdir()}
+    complete = (tmp_path / "2" / CHECKSUMS).exists()
     checkpoints = Checkpoints(tmp_path)
-    # The rename may have come just before the kill; then step 2 must be whole.
+    # The checksums may have come just before the kill; then step 2 must be whole.
     newest = checkpoints.latest()
-    assert newest == (2 if "2" in names else 1)
+    assert newest == (2 if complete else 1)
     assert find_params(tmp_path, newest)
     checkpoints.close()
 
@@ -147,3 +148,127 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="does not fit this configuration"):
         checkpoints.restore(1, {"policy": abstract_state(target, shardings)})
     checkpoints.close()
+
+
+def files_of(step_dir):
+    return sorted(p for p in step_dir.rglob("*") if p.is_file())
+
+
+def flip_a_bit(path, rng):
+    data = bytearray(path.read_bytes())
+    data[rng.integers(len(data))] ^= 1 << int(rng.integers(8))
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "flipped bit in params": lambda d: flip_a_bit(
+        max((d / "params").rglob("*"), key=lambda p: p.stat().st_size * p.is_file()),
+        np.random.default_rng(0),
+    ),
+    "flipped bit in host": lambda d: flip_a_bit(d / "host" / "metadata", np.random.default_rng(1)),
+    "truncated": lambda d: (d / "host" / "metadata").write_text(""),
+    "missing file": lambda d: (d / "host" / "metadata").unlink(),
+    "missing item": lambda d: shutil.rmtree(d / "optimizer"),
+    "missing checksums": lambda d: (d / CHECKSUMS).unlink(),
+    "empty": lambda d: (shutil.rmtree(d), d.mkdir()),
+    "file": lambda d: (shutil.rmtree(d), d.write_text("")),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Three checkpoints, and the state that is in all of them."""
+    directory = tmp_path_factory.mktemp("saved")
+    state, shardings = new_state((8, 1, 1))
+    checkpoints = Checkpoints(directory)
+    for step in (2, 4, 6):
+        checkpoints.save(step, {"policy": state}, {"step": step}, score=0.5)
+    checkpoints.close()
+    return directory, state, shardings
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    return shutil.copytree(saved[0], tmp_path / "checkpoints")
+
+
+def test_every_flipped_bit_is_found_in_every_file(saved):
+    rng, step_dir = np.random.default_rng(0), saved[0] / "4"
+    files = files_of(step_dir)
+    assert len(files) > 10
+    for path in files:
+        whole = path.read_bytes()
+        for _ in range(3 if whole else 0):
+            flip_a_bit(path, rng)
+            with pytest.raises(DamagedError):
+                verify_checksums(step_dir)
+            path.write_bytes(whole)
+    verify_checksums(step_dir)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_newest_checkpoint_is_moved_aside_and_the_previous_one_used(
+    copied, saved, capsys, kind
+):
+    DAMAGE[kind](copied / "6")
+    DAMAGE[kind](copied / "4")
+    checkpoints = Checkpoints(copied)
+    assert checkpoints.latest() == 2
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split(" (")[0] for line in told] == [
+        f"checkpoint {step} is damaged and was moved to {copied}/damaged-{step}" for step in (6, 4)
+    ]
+    assert sorted(p.name for p in copied.iterdir()) == ["2", "damaged-4", "damaged-6"]
+    _, state, shardings = saved
+    states, host = checkpoints.restore(2, {"policy": abstract_state(state, shardings)})
+    chex.assert_trees_all_equal(jax.device_get(states["policy"]), jax.device_get(state))
+    assert host == {"step": 2}
+    checkpoints.save(4, {"policy": state}, {})
+    checkpoints.close()
+    DAMAGE[kind](copied / "4")
+    assert Checkpoints(copied).latest() == 2
+    assert (copied / "damaged-4-2").exists()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_without_an_intact_checkpoint_or_in_strict_mode_nothing_is_moved(copied, strict):
+    for step in (6,) if strict else (2, 4, 6):
+        DAMAGE["truncated"](copied / str(step))
+    checkpoints = Checkpoints(copied, strict=strict)
+    message = "strict_resume is set" if strict else "no other one in .* is intact"
+    with pytest.raises(CheckpointError, match=rf"checkpoint 6 is damaged .*{message}"):
+        checkpoints.latest()
+    assert sorted(p.name for p in copied.iterdir()) == ["2", "4", "6"]
+
+
+def test_leftovers_of_a_kill_are_removed_silently_and_unknown_files_ignored(copied, capsys):
+    (copied / ".unfinished-6").touch()  # killed before the checksums were written
+    (copied / "6" / CHECKSUMS).unlink()
+    (copied / ".unfinished-4").touch()  # killed just after they were
+    (copied / "8.orbax-checkpoint-tmp").mkdir()
+    (copied / "notes.txt").write_text("")
+    (copied / "007").mkdir()
+    assert find_checkpoint_step(copied) == 4
+    assert Checkpoints(copied).latest() == 4
+    assert sorted(p.name for p in copied.iterdir()) == ["007", "2", "4", "notes.txt"]
+    assert capsys.readouterr().out == ""
+
+
+def find_checkpoint_step(directory):
+    (directory.parent / "model").mkdir()
+    (directory.parent / "model" / "config.json").write_text("{}")
+    return int(find_checkpoint(directory)[0].name)
+
+
+def test_a_failed_save_is_raised_and_leaves_no_checkpoint(tmp_path, monkeypatch):
+    def full(directory):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    state, _ = new_state((8, 1, 1))
+    checkpoints = Checkpoints(tmp_path)
+    monkeypatch.setattr("manus_jax.models.orbax_params.write_checksums", full)
+    checkpoints.save(1, {"policy": state}, {})
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.wait()
+    assert Checkpoints(tmp_path).latest() is None
+    assert list(tmp_path.iterdir()) == []

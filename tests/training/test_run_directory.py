@@ -101,3 +101,55 @@ def test_a_changed_warm_start_is_refused_and_a_moved_one_is_not(tmp_path, monkey
     run.rename(tmp_path / "moved")
     (tmp_path / "moved" / "config.gin").unlink()
     warm_start(tmp_path / "moved")
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe\x00", b"train.total_steps = (", b"\0" * 100])
+def test_a_damaged_config_is_one_message(tmp_path, text):
+    (tmp_path / "config.gin").write_bytes(text)
+    with pytest.raises(RunDirectoryError, match=r"config\.gin"):
+        RunDirectory(tmp_path, CONFIG)
+    assert (tmp_path / "config.gin").read_bytes() == text
+
+
+def test_damaged_metrics_are_kept_in_a_copy_and_the_rest_is_used(tmp_path, capsys):
+    directory = RunDirectory(tmp_path, CONFIG)
+    damaged = b'{"step": 1}\n\xff\xfe\n[1]\n{"step": "2"}\n{"loss": 1}\n{"step": 3}\n{"st'
+    (tmp_path / "metrics.jsonl").write_bytes(damaged)
+    assert directory.metrics() == [{"step": 1}, {"step": 3}]
+    directory.forget_metrics_after(2)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert "metrics.jsonl has 4 damaged lines; a copy of it is" in capsys.readouterr().out
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == damaged
+
+
+def test_a_line_cut_off_by_a_kill_is_dropped_silently(tmp_path, capsys):
+    directory = RunDirectory(tmp_path, CONFIG)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    directory.forget_metrics_after(1)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "metrics.damaged.jsonl").exists()
+
+
+def test_leftovers_of_a_kill_are_removed(tmp_path):
+    for name in ("export/.4.tmp-123", ".model.tmp-7"):
+        (tmp_path / name).mkdir(parents=True)
+    RunDirectory(tmp_path, CONFIG)
+    assert not list(tmp_path.rglob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "model", "trajectories", "export", "warm_start"])
+def test_a_file_in_the_place_of_a_directory_is_named(tmp_path, name):
+    (tmp_path / name).write_text("")
+    with pytest.raises(RunDirectoryError, match=f"{name} is not a directory"):
+        RunDirectory(tmp_path, CONFIG)
+
+
+def test_a_directory_in_the_place_of_a_file_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl is not a file"):
+        RunDirectory(tmp_path, CONFIG)
+    (tmp_path / "metrics.jsonl").rmdir()
+    (tmp_path / "config.gin").mkdir()
+    with pytest.raises(RunDirectoryError, match=r"config\.gin"):
+        RunDirectory(tmp_path, CONFIG)

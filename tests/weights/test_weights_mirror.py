@@ -71,18 +71,11 @@ def test_a_flipped_bit_anywhere_is_refused_and_changes_nothing(root, mirror, fil
         place = min(int(where * len(data)), len(data) - 1)
         return data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
 
-    whole = path.read_bytes()
     with Damaged(path, flip):
         if number == 0:
             mirror.held = None
-        try:
+        with pytest.raises(WeightsError):
             mirror.advance(root, number)
-        except WeightsError:
-            pass
-        else:  # white space of the manifest's JSON may change; what it says may not
-            assert file == MANIFEST
-            assert json.loads(path.read_bytes()) == json.loads(whole)
-            return
     if number:
         assert (mirror.held, copies(mirror)) == before
 
@@ -121,7 +114,7 @@ def test_a_delta_whose_base_was_replaced_is_refused(root, mirror):
         del record["checksum"]
         record["identity"]["id"] = "another"
         sealed = checksum(json.dumps(record, sort_keys=True).encode())
-        return json.dumps({**record, "checksum": sealed}).encode()
+        return json.dumps({**record, "checksum": sealed}, sort_keys=True).encode() + b"\n"
 
     with (
         Damaged(manifest, other_id),

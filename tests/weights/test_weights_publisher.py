@@ -21,12 +21,16 @@ from manus_jax.models.transformer import Compute, Transformer, abstract_model
 from manus_jax.weights.manifest import (
     FULL,
     WeightsError,
+    incomplete_versions,
     published_versions,
     read_manifest,
     version_directory,
 )
 from manus_jax.weights.mirror import Mirror, plan
 from manus_jax.weights.publisher import Publisher
+
+ROOT = Path(__file__).parents[2]
+PATHS = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support")))
 
 
 @pytest.fixture
@@ -183,7 +187,7 @@ assert copies(mirror) == exported(params, scratch / "hf")
 @pytest.mark.slow
 def test_a_disk_that_fills_up_is_one_line_leaves_no_half_and_is_gone_on_from(tmp_path):
     """A real one where a file system of 256 KB may be mounted, else files may not grow so far."""
-    disk, here = tmp_path / "disk", str(Path(__file__).parents[1] / "support")
+    disk = tmp_path / "disk"
     disk.mkdir()
     mount = f"mount -t tmpfs -o size=256k none {disk}"
     try_it = ["unshare", "-rm", "sh", "-c", mount]
@@ -195,8 +199,8 @@ def test_a_disk_that_fills_up_is_one_line_leaves_no_half_and_is_gone_on_from(tmp
     else:
         command.append("limited")
         problem = rf"cannot publish to {disk}/to: .*File too large"
-    environment = {**os.environ, "PYTHONPATH": here, "JAX_PLATFORMS": "cpu"}
-    ended = subprocess.run(command, env=environment, cwd=here, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": PATHS, "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-2000:]
     told, after_the_failure, at_the_end = ended.stdout.splitlines()
     assert re.match(problem, told)
@@ -220,16 +224,15 @@ for number in range(10**6):
 @pytest.mark.slow
 def test_a_publisher_killed_while_writing_leaves_only_whole_versions(tmp_path, mirror):
     root = tmp_path / "weights"
-    here = str(Path(__file__).parents[1] / "support")
-    environment = {**os.environ, "PYTHONPATH": here, "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "PYTHONPATH": PATHS, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", _FOREVER, str(root)]
     process = subprocess.Popen(
-        command, env=environment, cwd=here, stdout=subprocess.PIPE, text=True
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     for _ in range(3):
         process.stdout.readline()
     deadline = time.monotonic() + 60
-    while not list(root.glob(".*.tmp-*")) and time.monotonic() < deadline:
+    while not incomplete_versions(root) and time.monotonic() < deadline:
         pass
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -237,7 +240,7 @@ def test_a_publisher_killed_while_writing_leaves_only_whole_versions(tmp_path, m
     mirror.advance(root, last)
     assert mirror.held.number == last
     publisher = Publisher(root, CARD)
-    assert not list(root.glob(".*"))
+    assert not incomplete_versions(root)
     publisher.publish(model(), last + 1)
     publisher.close()
 
