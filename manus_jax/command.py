@@ -1,17 +1,130 @@
-"""How commands end.
+"""How commands read their flags and how they end.
 
 User errors exit with code 2 and one line on stderr; anything else is a bug and shows its traceback.
 """
 
+import argparse
+import difflib
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
-from manus_jax.errors import RESUMES, Stopped, UserError, report_error
+from manus_jax.errors import RESUMES, UserError, is_expected, report_error
+from manus_jax.limits import Range, path_problem, shown, text_problem, url_problem
+
+
+class UsageError(UserError):
+    """Flags or arguments that a command does not take."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are user errors, and which takes no abbreviated flags."""
+
+    def __init__(self, **options: Any) -> None:
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, formatter_class=layout, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses an unknown flag, with the flag that it may stand for."""
+        flags = list(self._option_string_actions)
+        given = args[: args.index("--")] if "--" in args else args
+        for flag in (word.partition("=")[0] for word in given if word.startswith("--")):
+            if flag not in flags and self._subparsers is None:
+                close = difflib.get_close_matches(flag, flags, n=1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                self.error(f"unknown flag {shown(flag)}{hint}")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} ({self.prog} --help lists the arguments)")
+
+
+def config_parser(command: str, description: str) -> Parser:
+    """A parser with the flags of every command that reads a gin configuration."""
+    parser = Parser(prog=f"python -m manus_jax.{command}", description=description)
+    parser.add_argument(
+        "--gin_file", action="append", default=[], metavar="FILE", help="may be given several times"
+    )
+    parser.add_argument(
+        "--gin_param",
+        action="append",
+        default=[],
+        metavar="'a.b = c'",
+        help="a binding that overrides the files; may be given several times",
+    )
+    return parser
+
+
+def number(kind: type[float], **limits: float) -> Callable[[str], float]:
+    """The type of a flag that is an int or a float within the limits of `Range`."""
+    allowed = Range(**limits)
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not {what}") from None
+        if problem := allowed.problem(value):
+            raise argparse.ArgumentTypeError(f"{shown(value)} {problem}")
+        return value
+
+    return parse
+
+
+def text(value: str) -> str:
+    """The type of a flag that is a name."""
+    if problem := text_problem(value) or (None if value.strip() else "is empty"):
+        raise argparse.ArgumentTypeError(f"{shown(value)} {problem}")
+    return value
+
+
+def path(text: str) -> Path:
+    """The type of a flag that is a path."""
+    if problem := path_problem(text):
+        raise argparse.ArgumentTypeError(f"{shown(text)} {problem}")
+    return Path(text)
+
+
+def output(text: str) -> Path:
+    """The type of a flag that is a file or a directory to write."""
+    target = path(text)
+    there = next(p for p in (target, *target.absolute().parents) if p.exists())
+    if there != target and not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: {there} is not a directory")
+    if not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: {there} cannot be written")
+    return target
+
+
+def output_file(text: str) -> Path:
+    """The type of a flag that is a file to write."""
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a directory, not a file")
+    return output(text)
+
+
+def output_directory(text: str) -> Path:
+    """The type of a flag that is a directory to write to."""
+    if Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text} is a file, not a directory")
+    return output(text)
+
+
+def url(text: str) -> str:
+    """The type of a flag that is the address of a server."""
+    if problem := url_problem(text):
+        raise argparse.ArgumentTypeError(f"{shown(text)} {problem}")
+    return text
 
 
 def run(main: Callable[[list[str]], None], interrupted: str = RESUMES) -> None:
     """Runs a command on the program's arguments; `interrupted` is the message after Ctrl-C."""
     try:
         main(sys.argv[1:])
-    except (UserError, Stopped, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:
+        if not is_expected(error):
+            raise
         sys.exit(report_error(error, interrupted))

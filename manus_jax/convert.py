@@ -1,6 +1,5 @@
 """`python -m manus_jax.convert from-hf|to-hf`: converts between Hugging Face and Orbax."""
 
-import argparse
 import contextlib
 import tempfile
 from collections.abc import Iterator
@@ -55,16 +54,20 @@ def _file_errors(out: Path) -> Iterator[None]:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m manus_jax.convert", description=__doc__)
+    parser = command.Parser(prog="python -m manus_jax.convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     read = commands.add_parser("from-hf", help="a Hugging Face directory into an Orbax checkpoint")
-    read.add_argument("--hf", type=Path, required=True, help="the Hugging Face directory")
-    read.add_argument("--out", type=Path, required=True, help="the run directory to make")
+    read.add_argument("--hf", type=command.path, required=True, help="the Hugging Face directory")
+    read.add_argument(
+        "--out", type=command.output_directory, required=True, help="the run directory to make"
+    )
     write = commands.add_parser("to-hf", help="an Orbax checkpoint into a Hugging Face directory")
     write.add_argument(
-        "--checkpoint", type=Path, required=True, help="a run directory or a step below it"
+        "--checkpoint", type=command.path, required=True, help="a run directory or a step below it"
     )
-    write.add_argument("--out", type=Path, required=True, help="the directory to make")
+    write.add_argument(
+        "--out", type=command.output_directory, required=True, help="the directory to make"
+    )
     args = parser.parse_args(arguments)
     with _file_errors(args.out):
         if args.command == "from-hf":

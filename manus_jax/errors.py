@@ -4,9 +4,14 @@ Commands print a `UserError` as one line and exit with code 2 (`manus_jax.comman
 exception is a bug and shows its traceback.
 """
 
+import errno
 import sys
 import traceback
 
+_DISK_ERRORS = {
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO),
+}
 RESUMES = "the same command continues from the last checkpoint"
 
 
@@ -26,9 +31,25 @@ class Stopped(Exception):
         return cls(f"stopped after step {step} of {total_steps}, which is saved; {RESUMES}", code)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the host or, in JAX's words, a device has no memory left."""
+    return isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED")
+
+
+def is_disk_error(error: BaseException) -> bool:
+    """Whether a file is missing or cannot be read or written."""
+    return isinstance(error, OSError) and error.errno in _DISK_ERRORS
+
+
+def is_expected(error: BaseException) -> bool:
+    """Whether the error is reported in one line; others are bugs and show their traceback."""
+    expected = isinstance(error, UserError | Stopped | KeyboardInterrupt)
+    return expected or is_out_of_memory(error) or is_disk_error(error)
+
+
 def exit_code(error: BaseException) -> int:
     """The exit code of a command that ends with `error`."""
-    if isinstance(error, UserError):
+    if isinstance(error, UserError) or is_out_of_memory(error) or is_disk_error(error):
         return 2
     if isinstance(error, KeyboardInterrupt):
         return 130
@@ -38,10 +59,17 @@ def exit_code(error: BaseException) -> int:
 def report_error(error: BaseException, interrupted: str = "") -> int:
     """Prints how a command ended and returns its exit code.
 
-    A user error, a requested stop and Ctrl-C are one line; anything else is a traceback.
+    An expected error is one line; anything else is a traceback.
     """
-    if isinstance(error, UserError):
+    if isinstance(error, UserError) or is_disk_error(error):
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    elif is_out_of_memory(error):
+        detail = " ".join(str(error).split())[:300]
+        print(
+            "error: out of memory; lower data.rows, data.max_length, engine.slots or the size of "
+            f"the model (python -m manus_jax.plan estimates what fits). {detail}",
+            file=sys.stderr,
+        )
     elif isinstance(error, Stopped):
         print(error, file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt):

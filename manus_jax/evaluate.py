@@ -3,7 +3,6 @@
 from rich.console import Console
 
 from manus_jax import command
-from manus_jax.config.binding import argument_parser
 from manus_jax.config.commands import READS, read_evaluate_config
 from manus_jax.config.run_config import config_text
 from manus_jax.evaluation import comparison
@@ -11,7 +10,7 @@ from manus_jax.rollout.build_rollout import read_with_engine, with_engine_settin
 
 
 def main(arguments: list[str]) -> None:
-    parser = argument_parser("evaluate", "Plays a fixed set of tasks with policies.")
+    parser = command.config_parser("evaluate", "Plays a fixed set of tasks with policies.")
     args = parser.parse_args(arguments)
     settings = with_engine_settings(read_evaluate_config(args.gin_file, args.gin_param))
     read = read_with_engine(READS["evaluate"], settings.engine.name)

@@ -7,9 +7,9 @@ from pathlib import Path
 import jax
 
 from manus_jax import command
-from manus_jax.config import binding as config
 from manus_jax.config.commands import TrainConfig, read_train_config
 from manus_jax.models.architecture import Architecture
+from manus_jax.models.loading import scratch_architecture
 from manus_jax.planning.architectures import find_architecture
 from manus_jax.planning.plans import make_plan
 from manus_jax.planning.search import nearest_that_fits
@@ -25,27 +25,34 @@ def architecture_of(settings: TrainConfig, name: str | None) -> Architecture:
     if name is not None:
         return find_architecture(name)
     assert settings.scratch is not None
-    family = settings.scratch.family
-    return Architecture(
-        **vars(settings.scratch), qkv_bias=family == "qwen2", qk_norm=family == "qwen3"
-    )
+    return scratch_architecture(settings.scratch)
 
 
 def main(arguments: list[str]) -> None:
-    parser = config.argument_parser("plan", "Compiles the updates of a run for absent hardware.")
+    parser = command.config_parser("plan", "Compiles the updates of a run for absent hardware.")
     parser.add_argument("--topology", required=True, help="v5e:8x8, v5p:2x2x4, cuda:8x80GB, ...")
-    parser.add_argument("--slices", type=int, default=1, help="number of TPU slices (1)")
-    parser.add_argument("--architecture", help="qwen2.5-7b, ..., or a config.json (model.path)")
-    parser.add_argument("--trained", type=float, default=0.3, help="share of agent tokens (0.3)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures to OUT")
+    parser.add_argument(
+        "--slices",
+        type=command.number(int, at_least=1, at_most=4096),
+        default=1,
+        help="number of TPU slices (1)",
+    )
+    parser.add_argument(
+        "--architecture", type=command.text, help="qwen2.5-7b, ..., or a config.json (model.path)"
+    )
+    share = command.number(float, above=0, at_most=1)
+    parser.add_argument("--trained", type=share, default=0.3, help="share of agent tokens (0.3)")
+    parser.add_argument(
+        "--json", type=command.output_file, metavar="OUT", help="also write the figures to OUT"
+    )
     args = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")
     settings = read_train_config(args.gin_file, args.gin_param)
     arch = architecture_of(settings, args.architecture)
     topology = find_topology(args.topology, args.slices)
+    plan = make_plan(settings, arch, topology, args.trained)
     if not topology.compiles:
         print(missing_compiler(topology), file=sys.stderr)
-    plan = make_plan(settings, arch, topology, args.trained)
     print(render(plan), end="")
     figures = as_json(plan)
     if not plan.fits:

@@ -5,25 +5,37 @@ Servers given with --server load each version, and with --follow a server that i
 the newest one again. VLLM_API_KEY holds the servers' key.
 """
 
-import argparse
 import functools
-from pathlib import Path
 
 from manus_jax import command
 from manus_jax.vllm.publishing import publish_to_servers
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m manus_jax.publish", description=__doc__)
-    parser.add_argument("run", type=Path, help="a run directory")
-    parser.add_argument("--to", type=Path, required=True, help="where versions are published")
-    parser.add_argument("--follow", action="store_true", help="publish every new checkpoint")
-    parser.add_argument("--poll", type=float, default=2.0, help="seconds between two looks")
+    parser = command.Parser(prog="python -m manus_jax.publish", description=__doc__)
+    parser.add_argument("run", type=command.path, help="a run directory")
     parser.add_argument(
-        "--snapshot-every", type=int, default=20, help="versions between two full snapshots"
+        "--to", type=command.output_directory, required=True, help="where versions are published"
+    )
+    parser.add_argument("--follow", action="store_true", help="publish every new checkpoint")
+    parser.add_argument(
+        "--poll",
+        type=command.number(float, at_least=0.01, at_most=10**6),
+        default=2.0,
+        help="seconds between two looks",
     )
     parser.add_argument(
-        "--server", action="append", default=[], help="a vLLM server's URL; may be repeated"
+        "--snapshot-every",
+        type=command.number(int, at_least=1, at_most=10**6),
+        default=20,
+        help="versions between two full snapshots",
+    )
+    parser.add_argument(
+        "--server",
+        type=command.url,
+        action="append",
+        default=[],
+        help="a vLLM server's URL; may be repeated",
     )
     args = parser.parse_args(arguments)
     poll = args.poll if args.follow else None

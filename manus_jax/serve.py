@@ -8,9 +8,7 @@ from VLLM_API_KEY or --api-key-file. When it is ready it prints "serving URL" an
 vLLM. This command does not import JAX.
 """
 
-import argparse
 import sys
-from pathlib import Path
 
 from manus_jax import command
 from manus_jax.vllm.access import KEY_VARIABLE, check_host, read_api_key, refuse_in_arguments
@@ -24,21 +22,30 @@ from manus_jax.vllm.server_process import (
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m manus_jax.serve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", type=Path, required=True, help="the initial weights")
+    parser = command.Parser(prog="python -m manus_jax.serve", description=__doc__)
+    parser.add_argument("--model", type=command.path, required=True, help="the initial weights")
     parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1, or a private address")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--max-length", type=int, help="tokens of a prompt and its generation")
-    parser.add_argument("--slots", type=int, default=64, help="generations at once (64)")
+    parser.add_argument("--port", type=command.number(int, at_least=1, at_most=65535), default=8000)
+    parser.add_argument(
+        "--max-length",
+        type=command.number(int, at_least=2, at_most=2**22),
+        help="tokens of a prompt and its generation",
+    )
+    parser.add_argument(
+        "--slots",
+        type=command.number(int, at_least=1, at_most=2**16),
+        default=64,
+        help="generations at once (64)",
+    )
     parser.add_argument("--dtype", default="auto", help="of the weights; auto: the model's")
     parser.add_argument("--python", help="the interpreter that has vLLM")
     parser.add_argument("--gpus", help="the visible GPUs, as in CUDA_VISIBLE_DEVICES: 4,5")
-    parser.add_argument("--api-key-file", type=Path, help=f"or {KEY_VARIABLE} in the environment")
-    parser.add_argument("--address-file", type=Path, help="where it is listed while it serves")
+    parser.add_argument(
+        "--api-key-file", type=command.path, help=f"or {KEY_VARIABLE} in the environment"
+    )
+    parser.add_argument(
+        "--address-file", type=command.output_file, help="where it is listed while it serves"
+    )
     parser.add_argument("more", nargs="*", help="after --: vLLM's own options")
     args = parser.parse_args(arguments)
     api_key = read_api_key(args.api_key_file)

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from manus_jax import command
-from manus_jax.config.binding import argument_parser
 from manus_jax.config.commands import READS, read_sft_config
 from manus_jax.config.run_config import config_text
 from manus_jax.training import supervised
@@ -12,7 +11,7 @@ from manus_jax.training.run_directory import disk_errors
 
 
 def main(arguments: list[str]) -> None:
-    parser = argument_parser("sft", "Fine-tunes a model on agent conversations.")
+    parser = command.config_parser("sft", "Fine-tunes a model on agent conversations.")
     args = parser.parse_args(arguments)
     settings = read_sft_config(args.gin_file, args.gin_param)
     sft = settings.sft

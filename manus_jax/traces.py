@@ -1,19 +1,28 @@
 """`python -m manus_jax.traces NAME --n N --out F.parquet`: oracle episodes to fine-tune on."""
 
-import argparse
-from pathlib import Path
-
 from manus_jax import command
 from manus_jax.rollout.traces import write_traces
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m manus_jax.traces", description=__doc__)
+    parser = command.Parser(prog="python -m manus_jax.traces", description=__doc__)
     parser.add_argument("name", help="the environment, e.g. textcraft")
-    parser.add_argument("--n", type=int, required=True, help="the number of episodes")
-    parser.add_argument("--out", type=Path, required=True, help="the parquet file to write")
+    parser.add_argument(
+        "--n",
+        type=command.number(int, at_least=1, at_most=10**6),
+        required=True,
+        help="the number of episodes",
+    )
+    parser.add_argument(
+        "--out", type=command.output_file, required=True, help="the parquet file to write"
+    )
     parser.add_argument("--split", default="train")
-    parser.add_argument("--seed", type=int, default=0, help="selects the items and their order")
+    parser.add_argument(
+        "--seed",
+        type=command.number(int, at_least=0, at_most=2**32 - 1),
+        default=0,
+        help="selects the items and their order",
+    )
     args = parser.parse_args(arguments)
     write_traces(args.name, args.split, args.n, args.seed, args.out)
     print(f"wrote {args.n} episodes of {args.name} to {args.out}")

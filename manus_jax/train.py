@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 
 from manus_jax import command
-from manus_jax.config.binding import argument_parser
 from manus_jax.config.commands import READS, read_train_config
 from manus_jax.config.run_config import config_text
 from manus_jax.rollout.build_rollout import read_with_engine, with_engine_settings
@@ -16,7 +15,7 @@ from manus_jax.vllm.gpu_partition import check_single_process, claim_gpus
 
 
 def main(arguments: list[str]) -> None:
-    parser = argument_parser("train", "Trains an agent with reinforcement learning.")
+    parser = command.config_parser("train", "Trains an agent with reinforcement learning.")
     args = parser.parse_args(arguments)
     settings = with_engine_settings(read_train_config(args.gin_file, args.gin_param))
     train = settings.train

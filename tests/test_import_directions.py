@@ -14,13 +14,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-FOUNDATION = {"errors", "files", "progress", "registry"}
+FOUNDATION = {"errors", "files", "limits", "progress", "registry"}
 """What every package of manus_jax may import."""
 
 ALLOWED: dict[str, set[str]] = {
     "envs": set(),
     "errors": set(),
     "files": set(),
+    "limits": set(),
     "progress": set(),
     "registry": set(),
     "command": set(),

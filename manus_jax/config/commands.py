@@ -1,12 +1,14 @@
 """The settings of each command: its config dataclass, and which bindings it reads."""
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from manus_jax.config.binding import (
+    ConfigError,
     build,
     engine_groups,
     parse,
@@ -148,4 +150,6 @@ def _named_run_dir(config: TrainConfig) -> TrainConfig:
     run_dir = config.train.run_dir
     for placeholder, name in names.items():
         run_dir = run_dir.replace(placeholder, name)
+    if unknown := re.search(r"\{\w*\}", run_dir):
+        raise ConfigError(f"train.run_dir: {unknown[0]} is not one of {', '.join(names)}")
     return dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=run_dir))

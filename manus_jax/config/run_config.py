@@ -5,13 +5,11 @@ The file is runnable: it holds the value of every setting that the command reads
 
 import dataclasses
 import pprint
-import tokenize
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
-from gin import config_parser
-
 from manus_jax.config.binding import ConfigError, find_field, import_lines, may_change
+from manus_jax.config.gin_files import GinText
 
 
 def config_text(config: Any, read: Collection[str]) -> str:
@@ -38,28 +36,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
-class _References(config_parser.ParserDelegate):
-    """Keeps references and macros as text."""
-
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> str:
-        return f"@{scoped_configurable_name}" + "()" * evaluate
-
-    def macro(self, macro_name: str) -> str:
-        return f"%{macro_name}"
-
-
 def read_bindings(text: str) -> dict[str, Any]:
     """The values of a gin text by `group.field`, without applying them."""
-
-    def bindings() -> Iterator[tuple[str, Any]]:
-        for statement in config_parser.ConfigParser(text, _References()):
-            if isinstance(statement, config_parser.BindingStatement):
-                yield f"{statement.selector}.{statement.arg_name}", _plain(statement.value)
-
+    read = GinText()
     try:
-        return dict(bindings())
-    except (SyntaxError, ValueError, tokenize.TokenError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"not a gin config: {' '.join(str(error).split())}") from None
+        read.read_text("config.gin", text)
+    except ConfigError as error:
+        raise ConfigError(f"not a gin config: {error}") from None
+    return {name: _plain(value) for name, value in read.resolved().items()}
 
 
 def changed_settings(old: str, new: str) -> list[str]:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from manus_jax.models.architecture import ModelError
 from manus_jax.models.plain_attention import SAVED, plain_attention
 
 Implementation = Literal["plain", "splash", "triton"]
@@ -49,6 +50,16 @@ class AttentionKernel:
 def pick_implementation(platform: str) -> Implementation:
     """The kernel for a JAX platform: "cpu", "tpu", "cuda" or "gpu"."""
     return {"tpu": "splash", "cuda": "triton", "gpu": "triton"}.get(platform, "plain")  # type: ignore[return-value]
+
+
+def check_platform(implementation: Implementation, mesh: Mesh) -> None:
+    """Raises ModelError if the devices of the mesh cannot run the kernel."""
+    platform = mesh.devices.flat[0].platform
+    if implementation not in ("plain", pick_implementation(platform)):
+        raise ModelError(
+            f"compute.attention = {implementation!r} does not run on {platform} devices; set it to "
+            "'auto' or 'plain'"
+        )
 
 
 def attention(

@@ -87,6 +87,11 @@ def load_step(step_dir: Path, card: ModelCard, shardings: Any = None) -> Params:
     return orbax_params.load_params(step_dir, target)
 
 
+def scratch_architecture(settings: ScratchSettings) -> Architecture:
+    family = settings.family
+    return Architecture(**vars(settings), qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
+
+
 def from_scratch(
     settings: ScratchSettings, texts: Iterable[str], seed: int, directory: Path
 ) -> PolicySource:
@@ -102,12 +107,7 @@ def from_scratch(
         for file in sorted(work.iterdir(), key=lambda file: file.name == "tokenizer.json"):
             file.replace(directory / file.name)
         work.rmdir()
-    sizes = dataclasses.asdict(settings)
-    arch = Architecture(
-        **sizes,
-        qkv_bias=settings.family == "qwen2",
-        qk_norm=settings.family == "qwen3",
-    )
+    arch = scratch_architecture(settings)
     card = huggingface.new_card(arch, directory)
     load = lambda shardings: init_params(Transformer, arch, Compute(), seed, shardings)
     return PolicySource(card, tokenizer, load)

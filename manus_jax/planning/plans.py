@@ -31,7 +31,7 @@ from manus_jax.planning.compiling import (
 )
 from manus_jax.planning.estimates import Workload
 from manus_jax.planning.topologies import Topology
-from manus_jax.rollout.build_rollout import ENGINES
+from manus_jax.rollout.build_rollout import ENGINES, embedded_bytes
 from manus_jax.training.learner_specs import critic_spec, make_recipe, policy_spec
 
 # Assumed shares of peak FLOP/s and of link bandwidth.
@@ -161,9 +161,9 @@ def make_plan(
     config: TrainConfig, arch: Architecture, topology: Topology, trained: float = 0.3
 ) -> Plan:
     """Plans the update of the policy, and of the critic if the recipe has one."""
+    recipe, engine = make_recipe(config.algorithm), ENGINES[config.engine.name].engine
     config = for_platform(config, topology)
     mesh = plan_mesh(config, topology)
-    recipe = make_recipe(config.algorithm)
     models: dict[str, LearnerSpec] = {"policy": policy_spec(config, recipe, arch, mesh)}
     if recipe.needs_critic:
         models["critic"] = critic_spec(config, arch, mesh)
@@ -171,8 +171,9 @@ def make_plan(
     shared: dict[str, float] = {}
     if recipe.needs_reference and config.algorithm.reference != "host":
         shared["reference policy"] = states["policy"].parameters
-    if ENGINES[config.engine.name].engine.on_learner_device:
-        shared["embedded engine (first chip)"] = engine_bytes(config, arch)
+    if engine.on_learner_device:
+        length = config.rollout.max_total_tokens
+        shared["embedded engine (first chip)"] = embedded_bytes(config.engine, arch, length)
     updates = []
     for name, spec in models.items():
         others = {
@@ -196,14 +197,6 @@ def for_platform(config: TrainConfig, topology: Topology) -> TrainConfig:
         return config
     name = pick_implementation(topology.platform)
     return dataclasses.replace(config, compute=dataclasses.replace(config.compute, attention=name))
-
-
-def engine_bytes(config: TrainConfig, arch: Architecture) -> float:
-    """Weights and key-value cache of the embedded engine, all on one chip."""
-    itemsize = 2 if config.engine.dtype == "bfloat16" else 4
-    per_token = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim
-    cached = config.engine.slots * config.rollout.max_total_tokens * per_token
-    return float(itemsize * (arch.num_params + cached))
 
 
 def _plan_update(

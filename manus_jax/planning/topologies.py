@@ -20,6 +20,7 @@ from manus_jax.config.binding import ConfigError
 from manus_jax.planning.chips import GPU_MEMORIES, GPUS, TPUS, Chip
 
 _EXAMPLES = "v5e:8x8, v5p:2x2x4, v6e:4x4, cuda:8x80GB, cuda:4x8xA100"
+_MAX_CHIPS = 2**14
 # libtpu looks for the metadata of a TPU host and locks the chips; neither exists here.
 _TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -95,7 +96,11 @@ def find_topology(name: str, slices: int = 1) -> Topology:
     else:
         chip, shape = TPUS[kind], tuple(int(n) for n in rest.split("x"))
         compiles = has_tpu_compiler()
-    slices = 1 if kind == "cuda" else slices
+    chips = math.prod(shape) * slices
+    if not 0 < chips <= _MAX_CHIPS:
+        raise TopologyError(f"topology {name!r} has {chips} chips, not 1 to {_MAX_CHIPS}")
+    if kind == "cuda" and slices > 1:
+        raise TopologyError(f"{name} has no slices; write machines as in cuda:4x8x80GB")
     devices = _described(name, chip, shape, slices) if compiles else _stand_ins(math.prod(shape))
     return Topology(name, chip, shape, slices, devices, compiles)
 

@@ -34,9 +34,7 @@ class RewardAllocation:
     gamma: float = 1.0  # discount per agent token; only "discounted" reads it
 
     def __post_init__(self) -> None:
-        if self.name not in ALLOCATIONS:
-            known = ", ".join(ALLOCATIONS)
-            raise ValueError(f"unknown reward allocation {self.name!r} (known: {known})")
+        ALLOCATIONS[self.name]  # RegistryError for unknown names
         if not 0 <= self.gamma <= 1:
             raise ValueError(f"gamma = {self.gamma} of the reward allocation is outside 0..1")
 

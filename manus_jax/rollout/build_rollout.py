@@ -21,6 +21,7 @@ from manus_jax.config.server_settings import EnvPoolSettings, VllmSettings
 from manus_jax.config.settings import EngineSettings, EnvSettings, RolloutSettings
 from manus_jax.engines.jax_engine import JaxEngine
 from manus_jax.engines.protocol import Engine
+from manus_jax.models.architecture import Architecture
 from manus_jax.models.loading import PolicySource
 from manus_jax.models.transformer import Params
 from manus_jax.registry import Registry
@@ -120,6 +121,13 @@ def with_engine_settings(config: C) -> C:
         return config
     (own,) = build(group)
     return dataclasses.replace(config, engine_settings=own)
+
+
+def embedded_bytes(settings: EngineSettings, arch: Architecture, max_length: int) -> float:
+    """Weights and key-value cache of the embedded engine, which are on one device."""
+    itemsize = 2 if settings.dtype == "bfloat16" else 4
+    per_token = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim
+    return float(itemsize * (arch.num_params + settings.slots * max_length * per_token))
 
 
 @ENGINES.register("jax")

@@ -17,6 +17,7 @@ from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.table import environment
 from manus_jax.config.settings import RolloutSettings
 from manus_jax.engines.cancellation import Cancellation
+from manus_jax.errors import UserError
 from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.episode import play_episode
 from manus_jax.rollout.player import Agent
@@ -35,6 +36,10 @@ _POLL = 0.1
 
 OnDone = Callable[[int, Outcome], None]
 """Called with a spec's index and its outcome, in the caller's thread, when an episode ends."""
+
+
+class ThreadLimit(UserError, RuntimeError):
+    """The system does not start as many threads as episodes are to be played at once."""
 
 
 def run_episodes(
@@ -107,8 +112,8 @@ class _Run:
             for index in range(len(self._specs)):
                 self._executor.submit(self._work, index)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"{self._threads} threads cannot be started ({error}); lower max_in_flight"
+            raise ThreadLimit(
+                f"{self._threads} threads cannot be started ({error}); lower rollout.max_in_flight"
             ) from error
         finally:
             threading.stack_size(before)

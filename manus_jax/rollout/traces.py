@@ -90,6 +90,8 @@ def rows(spec: EnvironmentSpec, split: str, n: int, seed: int) -> list[dict[str,
     if spec.oracle is None:
         raise TraceError(f"{spec.name} has no oracle to play the traces")
     items = shuffled_items(spec, split, seed)
+    if n > len(items):
+        raise TraceError(f"{spec.name} has {len(items)} items in {split}, not {n}")
     made: list[dict[str, Any]] = []
     with open_environments({spec.name: "embedded"}) as pool:
         while items and len(made) < n:

@@ -31,13 +31,20 @@ from manus_jax.evaluation.eval_sets import EvalSet, listed_tasks, make_eval_set,
 from manus_jax.evaluation.play import evaluate_policy
 from manus_jax.files import write_atomically
 from manus_jax.learner.learner import Learner, Reference
-from manus_jax.learner.mesh import check_batch, make_mesh, param_shardings
+from manus_jax.learner.mesh import check_batch, check_model, make_mesh, param_shardings
 from manus_jax.models import loading
+from manus_jax.models.attention import check_platform
 from manus_jax.models.loading import PolicySource
 from manus_jax.models.transformer import critic_from_policy, make_compute
 from manus_jax.rewards import RewardSettings
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
-from manus_jax.rollout.build_rollout import check_play, open_engine, open_servers
+from manus_jax.rollout.build_rollout import (
+    ENGINES,
+    check_play,
+    embedded_bytes,
+    open_engine,
+    open_servers,
+)
 from manus_jax.rollout.llm_player import EngineAgent
 from manus_jax.rollout.player import Agent
 from manus_jax.rollout.runner import run_episodes
@@ -46,7 +53,13 @@ from manus_jax.rollout.trajectory import episode_specs, trajectories
 from manus_jax.training import supervised
 from manus_jax.training.checkpoints import Checkpoints
 from manus_jax.training.job import Job
-from manus_jax.training.learner_specs import critic_spec, make_recipe, policy_lr, policy_spec
+from manus_jax.training.learner_specs import (
+    check_memory,
+    critic_spec,
+    make_recipe,
+    policy_lr,
+    policy_spec,
+)
 from manus_jax.training.metric_sinks import check_sinks
 from manus_jax.training.rollouts import Rollouts
 from manus_jax.training.run_directory import RunDirectory
@@ -192,12 +205,20 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
     check_play(config.env, rollout)
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
     kernel = make_compute(**dataclasses.asdict(config.compute), mesh=mesh).kernel
+    check_platform(kernel.implementation, mesh)
     check_batch(data.rows, data.max_length, mesh, kernel.implementation)
     sources, eval_set = read_task_sources(data, config.env, train.val_tasks)
     mixture = Mixture(sources, train.seed)
     baselines = _baselines(train, eval_set, rollout)
     if config.model.path is not None:
-        loading.from_path(Path(config.model.path))
+        arch = loading.from_path(Path(config.model.path)).card.architecture
+    else:
+        assert config.scratch is not None
+        arch = loading.scratch_architecture(config.scratch)
+    check_model(arch, mesh, kernel.implementation)
+    on_device = ENGINES[config.engine.name].engine.on_learner_device
+    cached = embedded_bytes(config.engine, arch, rollout.max_total_tokens) if on_device else 0.0
+    check_memory(arch, data, mesh, cached)
     opened = job.on_primary(lambda: RunDirectory(train.run_dir, operative_config))
     directory = opened or RunDirectory(train.run_dir, "")
 

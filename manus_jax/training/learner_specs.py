@@ -4,15 +4,17 @@ Training creates the policy and critic from them; planning compiles them for oth
 """
 
 import dataclasses
+import os
 
 import optax
 from jax.sharding import Mesh
 
 from manus_jax.algorithms.corrections import CORRECTIONS
 from manus_jax.algorithms.recipes import RECIPES, Recipe, policy_loss
+from manus_jax.algorithms.reward_allocation import ALLOCATIONS
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.commands import TrainConfig
-from manus_jax.config.settings import AlgorithmSettings, OptimizerSettings
+from manus_jax.config.settings import AlgorithmSettings, DataSettings, OptimizerSettings
 from manus_jax.learner import objectives
 from manus_jax.learner.learner import LearnerSpec
 from manus_jax.learner.mesh import check_batch, check_model
@@ -31,6 +33,7 @@ def make_recipe(settings: AlgorithmSettings) -> Recipe:
         if settings.corrections is not None:
             given["corrections"] = tuple(CORRECTIONS[name] for name in settings.corrections)
         recipe = dataclasses.replace(RECIPES[settings.recipe], **given)
+        ALLOCATIONS[settings.reward_allocation]  # RegistryError for unknown names
     except ValueError as error:
         raise ConfigError(f"algorithm: {error}") from None
     if unknown := [name for name in recipe.extra_fields if name not in token_columns()]:
@@ -38,12 +41,38 @@ def make_recipe(settings: AlgorithmSettings) -> Recipe:
             f"algorithm.recipe: the policy loss {recipe.loss!r} needs the column {unknown[0]!r}; "
             f"batches have {', '.join(token_columns())}"
         )
+    if settings.kl_controller == "adaptive" and recipe.kl_placement != "reward":
+        raise ConfigError(
+            "algorithm.kl_controller = 'adaptive' changes the KL in the reward: it needs "
+            "algorithm.kl_placement = 'reward'"
+        )
     if recipe.aggregation == "seq-mean-token-sum-norm" and not settings.norm_constant:
         raise ConfigError(
             f"algorithm.norm_constant is not set, and {recipe.name} divides each sequence's loss "
             "by it: the most tokens an agent may say in an episode, for instance"
         )
     return recipe
+
+
+def check_memory(
+    arch: Architecture, data: DataSettings, mesh: Mesh, engine_bytes: float = 0.0
+) -> None:
+    """Raises ConfigError if a model on CPU devices needs more memory than the machine has.
+
+    Counts what an update needs at least: parameters, gradients, two moments, one activation of each
+    token, and the embedded engine. `plan` estimates the memory of accelerators.
+    """
+    if mesh.devices.flat[0].platform != "cpu":
+        return
+    needed = 16.0 * arch.num_params + 4.0 * data.rows * data.max_length * arch.hidden_size
+    needed += engine_bytes
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > available:
+        raise ConfigError(
+            f"the run needs at least {needed / 2**30:.1f} GiB of memory, and this machine has "
+            f"{available / 2**30:.1f} GiB: use a smaller model, or lower data.rows, "
+            "data.max_length, engine.slots or rollout.max_total_tokens"
+        )
 
 
 def updates_per_step(config: TrainConfig) -> int:

@@ -24,11 +24,13 @@ from manus_jax.learner.mesh import check_batch, check_model, make_mesh, param_sh
 from manus_jax.learner.optimizer import adamw, learning_rate
 from manus_jax.learner.packing import PackingError, RowShape
 from manus_jax.models import huggingface, loading
+from manus_jax.models.attention import check_platform
 from manus_jax.models.loading import PolicySource
 from manus_jax.models.transformer import Transformer, abstract_model, make_compute
 from manus_jax.progress import ProgressLine
 from manus_jax.training.checkpoints import Checkpoints
 from manus_jax.training.job import Job
+from manus_jax.training.learner_specs import check_memory
 from manus_jax.training.run_directory import RunDirectory
 from manus_jax.training.sft_data import (
     Encoder,
@@ -47,9 +49,14 @@ def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
     compute = make_compute(**dataclasses.asdict(config.compute), mesh=mesh)
     kernel = compute.kernel.implementation
+    check_platform(kernel, mesh)
     check_batch(data.rows, data.max_length, mesh, kernel)
     sources, held_out = read_conversations(data)
     source = loading.from_path(Path(config.model.path)) if config.model.path else None
+    if config.scratch is not None:
+        arch = loading.scratch_architecture(config.scratch)
+        check_model(arch, mesh, kernel)
+        check_memory(arch, data, mesh)
     opened = job.on_primary(lambda: RunDirectory(sft.run_dir, operative_config))
     directory = opened or RunDirectory(sft.run_dir, "")
     if source is None:

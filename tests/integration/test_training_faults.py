@@ -18,6 +18,7 @@ from envs import registry
 from envs.server import build_app
 from manus_jax import train
 from manus_jax.rewards import REWARDS
+from manus_jax.training import learner_specs
 
 
 def start(run_dir: Path, *more: str, **how) -> subprocess.Popen:
@@ -65,7 +66,8 @@ def test_a_run_directory_that_cannot_be_made_or_is_anothers(tmp_path, capsys, mo
 
 
 def test_gradients_that_are_never_finite_end_the_run(tmp_path, capsys, monkeypatch):
-    more = ("train.total_steps = 9", "optimizer.lr = 1e30", "train.max_bad_updates = 2")
+    monkeypatch.setattr(learner_specs, "learning_rate", lambda *_: lambda step: 1e30)
+    more = ("train.total_steps = 9", "train.max_bad_updates = 2")
     text = error_of(capsys, monkeypatch, *arguments(tmp_path, *more))
     assert "2 updates in a row had a gradient that is not finite" in text
 

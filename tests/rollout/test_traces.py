@@ -79,9 +79,9 @@ def test_the_seed_chooses_the_items(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["chess", "--n", "1"], "unknown environment 'chess'; there are: babyai, maze"),
-        (["maze", "--n", "0"], "--n must be at least 1"),
+        (["maze", "--n", "0"], "--n: 0 must be at least 1"),
         (["maze", "--n", "1", "--split", "dev"], "there are: train, test"),
-        (["maze", "--n", "201", "--split", "test"], "200 winnable items in test"),
+        (["maze", "--n", "201", "--split", "test"], "maze has 200 items in test, not 201"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_one_line_and_exit_code_2(

@@ -25,8 +25,8 @@ from manus_jax.vllm.open_pool import supervise
         ({"address_file": "a"}, "vllm.address_file is set and vllm.weights_dir is not"),
         ({"servers": 1, "push": False}, "need push"),
         ({"servers": 1, "attempts": "2"}, "vllm.attempts = '2' is not a whole number"),
-        ({"servers": 1, "patience": 0}, "vllm.patience = 0 must be positive"),
-        ({"servers": 1, "snapshot_every": 0}, "vllm.snapshot_every = 0: at least 1"),
+        ({"servers": 1, "patience": 0}, "vllm.patience = 0.0 must be above 0"),
+        ({"servers": 1, "snapshot_every": 0}, "vllm.snapshot_every = 0 must be at least 1"),
         ({"gpus": 0}, "gpus = 0: at least 1"),
         ({"gpus": [1, 1]}, "names one twice: 1, 1"),
         (
@@ -38,8 +38,11 @@ from manus_jax.vllm.open_pool import supervise
             {"servers": 1, "gpu_memory_utilization": 0.5},
             "gpu_memory_utilization is set and vllm.gpus is not",
         ),
-        ({"gpus": 1, "learner_memory_fraction": 1.5}, "1.5 must be above 0 and at most 1"),
-        ({"servers": -1}, "servers must not be negative"),
+        (
+            {"gpus": 1, "learner_memory_fraction": 1.5},
+            "_fraction = 1.5 must be at most 1",
+        ),
+        ({"servers": -1}, "vllm.servers = -1 must be at least 0"),
         ({"address_file": "a", "weights_dir": "b", "tensor_parallel": 2}, "started here"),
     ],
 )
