@@ -37,6 +37,7 @@ MAX_BODY_BYTES = 8 * 1024 * 1024
 _logger = logging.getLogger(__name__)
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 _INTEGER = TypeAdapter(int)
+_ITEMS = {"X-Items": "manus_jax"}  # distinguishes these items from those of AgentGym's servers
 
 Handler = Callable[[Request], Awaitable[Any]]
 
@@ -265,7 +266,7 @@ def _endpoint(
             _logger.exception("%s %s failed", request.method, request.url.path)
             return Response("Internal Server Error", 500, media_type="text/plain")
         content = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-        return Response(content.encode(), media_type="application/json")
+        return Response(content.encode(), headers=_ITEMS, media_type="application/json")
 
     return endpoint
 

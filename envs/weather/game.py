@@ -5,6 +5,7 @@ last `Action: NAME with Action Input: {json}` in it. Only `finish` ends the epis
 graded.
 """
 
+import ast
 import json
 import re
 from typing import Any
@@ -74,10 +75,14 @@ def parse(text: str) -> tuple[str, dict[str, Any]] | None:
     found = _ACTION.match(text.rpartition("Action:")[2])
     if found is None:
         return None
+    given = found.group(2).strip() or "{}"
     try:
-        arguments = json.loads(found.group(2).strip() or "{}")
+        arguments = json.loads(given)
     except (ValueError, RecursionError):
-        return None
+        try:
+            arguments = ast.literal_eval(given)  # what AgentGym's server reads
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return None
     return (found.group(1), arguments) if isinstance(arguments, dict) else None
 
 

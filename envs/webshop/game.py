@@ -18,6 +18,11 @@ from envs.webshop.tasks import Goal, goal, score
 PER_PAGE = 10
 _ACTION = re.compile(r"^\s*(search|click)\[(.+)\]\s*$", re.DOTALL | re.IGNORECASE)
 _SUB_PAGES = ("Description", "Features", "Reviews")
+_LINKS = frozenset((*_SUB_PAGES, "Back to Search", "< Prev", "Next >", "Buy Now"))
+_ASIN = re.compile("B[0-9A-Z]{9}")
+_OPTION_NAMES = frozenset(
+    ("color", "size", "width", "style", "flavor name", "scent", "fit type", "capacity", "material")
+)
 
 Kind = Literal["search", "results", "item", "sub", "end"]
 
@@ -186,11 +191,20 @@ class WebShop:
 
 
 def plausible_actions(observations: Sequence[str]) -> Sequence[str]:
-    """A search for the instruction where there is a search bar, else a click on any text."""
+    """A search for the instruction where there is a search bar, else a click on a button.
+
+    Buttons are products, options and the links that every page has.
+    """
     parts = [part.strip() for part in observations[-1].split("[SEP]")]
     if "Search" in parts:
         return [f"search[{max(parts, key=len)}]"]
-    return [f"click[{part.lower()}]" for part in parts if part] or ["click[back to search]"]
+    buttons = [part for part in parts if part in _LINKS or _ASIN.fullmatch(part)]
+    price = next((i for i, part in enumerate(parts) if part.startswith("Price:")), None)
+    if price is not None and "< Prev" in parts:
+        # An item page: the options and their names stand before the title.
+        named = parts[parts.index("< Prev") + 1 : price - 1]
+        buttons += [part for part in named if part.lower() not in _OPTION_NAMES]
+    return [f"click[{part.lower()}]" for part in buttons] or ["click[back to search]"]
 
 
 def _sub_page(product: Product, name: str) -> tuple[str, ...]:

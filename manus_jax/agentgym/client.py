@@ -3,29 +3,20 @@
 The code is the same for every environment and is driven by its row in `table.py`. A response is
 either an observation of the game or an `EnvironmentFailure` that names the environment, the URL,
 the call and the response. A session belongs to one thread at a time.
-
-Calls use the standard library's HTTP client: a call holds the interpreter lock for 0.2 ms, a
-quarter of the time that requests needs, which bounds the number of concurrent episodes.
 """
 
-import http.client
-import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-from urllib.parse import urlencode, urlsplit
+from typing import Any, Protocol
+from urllib.parse import urlencode
 
+from manus_jax.agentgym.connection import Connection
 from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind, shortened
 from manus_jax.agentgym.rewards import EpisodeReward
 from manus_jax.agentgym.table import EnvironmentRow
 from manus_jax.config.server_settings import EnvPoolSettings
 
-# uvicorn closes a connection that was idle for 5 s. A request sent at that moment would be lost,
-# and a step must not be sent twice, so idle connections are closed here first.
-_IDLE_LIMIT = 2.0
-_CHECK_TIMEOUT = 5.0
 _CLOSE_TIMEOUT = 10.0
 
 Listener = Callable[[EnvironmentFailure | None], None]
@@ -42,167 +33,17 @@ class StepResult:
     info: Mapping[str, Any]
 
 
-def server_root(row: EnvironmentRow, address: str) -> str:
-    """The URL of a server, given a URL with or without its prefix, or a host.
+class Incarnation(Protocol):
+    """One life of a server process (see `incarnations.py`)."""
 
-    A bare host gets the environment's default port. 0.0.0.0 is an address to listen on, not one to
-    call, and becomes 127.0.0.1.
-    """
-    bare_host = "://" not in address
-    parts = urlsplit(f"http://{address}" if bare_host else address)
-    try:
-        port = parts.port
-    except ValueError:
-        port = 0
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        raise ValueError(f"{row.name}: {address!r} is not a server; write http://HOST:PORT")
-    host = "127.0.0.1" if parts.hostname == "0.0.0.0" else parts.hostname
-    if ":" in host:
-        host = f"[{host}]"
-    if port is None and bare_host:
-        port = row.port
-    path = parts.path.rstrip("/").removesuffix(row.prefix)
-    return f"{parts.scheme}://{host}{f':{port}' if port else ''}{path}"
-
-
-@dataclass(frozen=True)
-class Response:
-    status: int
-    content: bytes
-
-    @property
-    def text(self) -> str:
-        return self.content.decode("utf-8", errors="replace")
-
-    @property
-    def is_page(self) -> bool:
-        """Whether this is a web page, which no AgentGym server returns.
-
-        webarena's server (Quart) labels its plain "ok" as text/html, so the content type is not
-        used, and reports exceptions as pages, so a 500 does not count.
-        """
-        return self.status != 500 and self.content.lstrip()[:1] == b"<"
-
-
-class Connection:
-    """One HTTP connection to one server; every failure is an EnvironmentFailure."""
-
-    def __init__(self, row: EnvironmentRow, root: str, settings: EnvPoolSettings) -> None:
-        self.row = row
-        self.root = root
-        self._settings = settings
-        self._check_timeout = min(_CHECK_TIMEOUT, settings.read_timeout or _CHECK_TIMEOUT)
-        self._parts = urlsplit(root)
-        self._http: http.client.HTTPConnection | None = None
-        self._last_call = 0.0
-
-    def call(
-        self, method: str, path: str, body: Any = None, timeout: float | None = None
-    ) -> Response:
-        """Sends one request; raises EnvironmentFailure if no response arrives."""
-        read = timeout or self._settings.read_timeout or self.row.read_timeout
-        content = None if body is None else json.dumps(body).encode()
-        headers = {} if body is None else {"Content-Type": "application/json"}
-        connection = self._connected(method, path)
-        try:
-            connection.sock.settimeout(read)
-            connection.request(method, self._parts.path + path, content, headers)
-            answer = connection.getresponse()
-            response = Response(answer.status, answer.read())
-        except TimeoutError as error:
-            self.close()
-            detail = f"no answer within {read:g} s"
-            raise self.failure(FailureKind.TIMEOUT, method, path, detail) from error
-        except (OSError, http.client.HTTPException) as error:
-            self.close()
-            raise self._lost(method, path, error) from error
-        self._last_call = time.monotonic()
-        if answer.will_close:
-            self.close()
-        return response
-
-    def json(self, method: str, path: str, body: Any = None) -> Any:
-        """The JSON of a 200 response; raises if the response is an error."""
-        response = self.call(method, path, body)
-        text = response.text
-        if response.is_page:
-            detail = f"HTML instead of JSON (HTTP {response.status}): {shortened(text)}"
-            raise self.failure(FailureKind.NOT_AGENTGYM, method, path, detail)
-        if response.status != 200:
-            detail = f"HTTP {response.status}: {shortened(text)}"
-            raise self.failure(FailureKind.STATUS, method, path, detail)
-        try:
-            answer = json.loads(text)
-        except ValueError as error:
-            detail = f"broken JSON: {shortened(text)}"
-            raise self.failure(FailureKind.MALFORMED, method, path, detail) from error
-        if isinstance(answer, dict) and "error" in answer:
-            detail = f"the server answered with an error: {shortened(text)}"
-            raise self.failure(FailureKind.ERROR_ANSWER, method, path, detail)
-        return answer
-
-    def check(self) -> None:
-        """Raises unless the server is up: GET / responds in time, and not with a web page."""
-        response = self.call("GET", "/", timeout=self._check_timeout)
-        if response.status != 200 or response.is_page:
-            detail = f"not an AgentGym server (HTTP {response.status}): "
-            detail += shortened(response.text)
-            raise self.failure(FailureKind.NOT_AGENTGYM, "GET", "/", detail)
-
-    def check_routes(self) -> None:
-        """Raises unless the server is up and implements this environment's protocol.
-
-        A step without fields changes nothing on any server. A FastAPI server replies with the
-        missing fields, which distinguishes the two families of environments.
-        """
-        self.check()
-        path = f"{self.row.prefix}/step"
-        response = self.call("POST", path, {}, timeout=self._check_timeout)
-        if response.status in (404, 405) or response.is_page:
-            detail = f"this server has no such route (HTTP {response.status}), so it does not "
-            detail += f"serve {self.row.name}"
-            raise self.failure(FailureKind.NOT_AGENTGYM, "POST", path, detail)
-        missing = _missing_fields(response)
-        if missing and self.row.id_field not in missing:
-            detail = f"step wants {', '.join(missing)}, but {self.row.name} takes "
-            detail += f"{self.row.id_field}, action; the server serves another environment"
-            raise self.failure(FailureKind.NOT_AGENTGYM, "POST", path, detail)
-
-    def failure(self, kind: FailureKind, method: str, path: str, detail: str) -> EnvironmentFailure:
-        return EnvironmentFailure(kind, self.row.name, self.root, f"{method} {path}", detail)
-
-    def close(self) -> None:
-        if self._http is not None:
-            self._http.close()
-            self._http = None
-
-    def _connected(self, method: str, path: str) -> http.client.HTTPConnection:
-        if self._http is not None and time.monotonic() - self._last_call > _IDLE_LIMIT:
-            self.close()
-        if self._http is None:
-            secure = self._parts.scheme == "https"
-            kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-            host, port = self._parts.hostname or "", self._parts.port
-            try:
-                connection = kind(host, port, timeout=self._settings.connect_timeout)
-                connection.connect()
-            except TimeoutError as error:
-                detail = f"no connection within {self._settings.connect_timeout:g} s"
-                raise self.failure(FailureKind.TIMEOUT, method, path, detail) from error
-            except (OSError, UnicodeError, http.client.InvalidURL) as error:
-                raise self._lost(method, path, error) from error
-            self._http = connection
-        return self._http
-
-    def _lost(self, method: str, path: str, error: Exception) -> EnvironmentFailure:
-        detail = f"{shortened(str(error) or type(error).__name__)}; is the server running?"
-        return self.failure(FailureKind.CONNECTION, method, path, detail)
+    def ended(self) -> bool: ...
 
 
 class Session:
     """One game on one server, to be played by one thread at a time.
 
-    `create` once, then `reset` and `step` for each episode, then `close`.
+    `create` once, then `reset` and `step` for each episode, then `close`. The session is valid as
+    long as the incarnation of the server that created it, if one is given.
     """
 
     def __init__(
@@ -211,11 +52,13 @@ class Session:
         root: str,
         settings: EnvPoolSettings | None = None,
         listener: Listener | None = None,
+        incarnation: Incarnation | None = None,
     ) -> None:
         self.row = row
         self.root = root
         self.id: int | str | None = None
         self.listener = listener
+        self._incarnation = incarnation
         self._connection = Connection(row, root, settings or EnvPoolSettings())
         self._episode: EpisodeReward | None = None
         self._done = True
@@ -252,13 +95,13 @@ class Session:
                 look = self._call(f"{self.row.look}?{urlencode(self._with_id({}))}", "GET")
             try:
                 view = self.row.first_view(answer, look)
-            except (KeyError, TypeError, IndexError) as error:
+            except (KeyError, TypeError, IndexError, AttributeError) as error:
                 detail = f"no observation in {shortened(repr(answer))}"
                 raise self._malformed("reset", detail) from error
             if not isinstance(view, str):
                 raise self._malformed("reset", f"the observation is {shortened(repr(view))}")
         self._episode, self._done = EpisodeReward(self.row.reward), False
-        return view
+        return _encodable(view)
 
     def step(self, action: str) -> StepResult:
         """Plays one action (or the model's full text, where the server parses it)."""
@@ -277,14 +120,14 @@ class Session:
             done = done or any(marker in view for marker in self.row.done_markers)
             try:
                 reward = self._episode.record(value, done)
-            except ValueError as error:
+            except (ValueError, OverflowError) as error:
                 raise self._malformed("step", f"{error} in {shortened(repr(answer))}") from error
         self._done = done
         used = (self.row.view_field, self.row.done_field)
         info = {key: part for key, part in answer.items() if key not in used}
         if self.listener:
             self.listener(None)
-        return StepResult(view, reward, done, info)
+        return StepResult(_encodable(view), reward, done, info)
 
     def close(self) -> None:
         """Closes the game, where the server has a route for that, and the connection."""
@@ -320,18 +163,29 @@ class Session:
         try:
             yield
         except EnvironmentFailure as failure:
-            items = self.row.items
-            if failure.kind.refusal and item is not None and items and item not in items:
-                detail = f"item {item} is outside {items.start}..{items.stop - 1}; {failure.detail}"
+            items, kind, detail = self.row.items, failure.kind, failure.detail
+            if item is not None and (kind.refusal or kind is FailureKind.MALFORMED):
+                if kind.refusal and items and item not in items:
+                    kind = FailureKind.ITEM
+                    detail = f"item {item} is outside {items.start}..{items.stop - 1}; {detail}"
                 failure = EnvironmentFailure(
-                    FailureKind.ITEM, failure.env, failure.url, failure.call, detail
+                    kind, failure.env, failure.url, failure.call, detail, refused_item=item
                 )
             if self.listener:
                 self.listener(failure)
             raise failure from failure.__cause__
 
     def _call(self, route: str, method: str, body: Any = None) -> Any:
-        return self._connection.json(method, f"{self.row.prefix}/{route}", body)
+        self._check_incarnation(route)
+        answer = self._connection.json(method, f"{self.row.prefix}/{route}", body)
+        # The server may have been replaced during the call.
+        self._check_incarnation(route)
+        return answer
+
+    def _check_incarnation(self, route: str) -> None:
+        if self._incarnation is not None and self._incarnation.ended():
+            detail = "the server has restarted, and its sessions are lost"
+            raise self._failure(FailureKind.RESTARTED, route, detail)
 
     def _field(self, answer: Any, key: str, route: str) -> Any:
         if not isinstance(answer, dict) or key not in answer:
@@ -354,12 +208,6 @@ class Session:
         return self._connection.failure(kind, "POST", f"{self.row.prefix}/{route}", detail)
 
 
-def _missing_fields(response: Response) -> list[str]:
-    """The fields that a FastAPI 422 response reports as missing; empty for other responses."""
-    if response.status != 422:
-        return []
-    try:
-        detail = json.loads(response.content)["detail"]
-        return [str(entry["loc"][-1]) for entry in detail if entry["type"] == "missing"]
-    except (ValueError, KeyError, TypeError, IndexError):
-        return []
+def _encodable(text: str) -> str:
+    # An escape in JSON can be a lone surrogate, which tokenizers and files reject.
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -14,10 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from envs.registry import ENVIRONMENTS as EMBEDDED
-from manus_jax.agentgym.client import Connection, server_root
+from manus_jax.agentgym.connection import Connection, authorization, server_root
 from manus_jax.agentgym.failures import EnvironmentFailure
 from manus_jax.agentgym.pool import EnvironmentPool
-from manus_jax.agentgym.table import ENVIRONMENTS, environment
+from manus_jax.agentgym.prompts import PROMPTS, EnvironmentPrompt
+from manus_jax.agentgym.table import ENVIRONMENTS, EnvironmentRow, environment
 from manus_jax.config.server_settings import EnvPoolSettings
 from manus_jax.servers.processes import (
     ServerCommand,
@@ -43,7 +44,8 @@ def open_environments(
     """
     if servers_per_env < 1:
         raise ValueError(f"servers_per_env must be at least 1, not {servers_per_env}")
-    given = {env: _addresses(env, choice) for env, choice in servers.items()}
+    authorization()  # an unusable key is reported before anything starts
+    given = {env: server_addresses(env, choice) for env, choice in servers.items()}
     settings = settings or EnvPoolSettings()
     check_servers({env: urls for env, urls in given.items() if urls}, settings)
 
@@ -61,6 +63,23 @@ def open_environments(
             yield pool
     finally:
         supervisor.stop()
+
+
+def register_environment(
+    row: EnvironmentRow, prompt: EnvironmentPrompt, spec: str | None = None
+) -> None:
+    """Adds an environment from outside this project, under the name of its row.
+
+    A module that calls this function is imported by the configuration (`import my_env` in a gin
+    file). `spec` is the location of the EnvironmentSpec, as "my_env:SPEC"; without it, the
+    environment can only be played on the servers of `env.urls`.
+    """
+    if spec is not None and not all(spec.partition(":")):
+        raise ValueError(f"{row.name}: spec {spec!r} must have the form 'module:SPEC'")
+    ENVIRONMENTS.add(row)
+    PROMPTS[row.name] = prompt
+    if spec is not None:
+        EMBEDDED[row.name] = spec
 
 
 def embedded_server(env: str, port: int = 0) -> ServerCommand:
@@ -93,7 +112,36 @@ def check_servers(addresses: Mapping[str, Sequence[str]], settings: EnvPoolSetti
         raise ServerSetupError("these environment servers cannot be used:\n" + "\n".join(problems))
 
 
-def _addresses(env: str, choice: Servers) -> list[str]:
+def check_items(urls: Mapping[str, Servers], settings: EnvPoolSettings, purpose: str) -> None:
+    """Raises ServerSetupError unless all servers have the items of this project's environments.
+
+    AgentGym's servers number other tasks, in most environments. `purpose` says in the message what
+    needs the items.
+    """
+    for env, choice in urls.items():
+        row = environment(env)
+        advice = f"list the servers' own tasks in files, e.g. {env}_0 and {env}_1"
+        if row.items is not None:
+            advice += f" (AgentGym has {row.items.start}..{row.items.stop - 1})"
+        if env not in EMBEDDED:
+            raise ServerSetupError(f"{purpose}: this project has no tasks of {env}; {advice}")
+        for url in [] if row.shares_items else server_addresses(env, choice):
+            connection = Connection(row, url, settings)
+            try:
+                own_items = connection.check().own_items
+            except EnvironmentFailure as failure:
+                raise ServerSetupError(str(failure)) from None
+            finally:
+                connection.close()
+            if not own_items:
+                raise ServerSetupError(
+                    f"{purpose}: the server {url} has other items of {env} than this project; "
+                    f"{advice}, or use servers of `python -m envs.serve {env}`, whose tasks "
+                    f"`python -m envs.items {env} --out DIR` writes"
+                )
+
+
+def server_addresses(env: str, choice: Servers) -> list[str]:
     """The given addresses in their full form; empty for "embedded"."""
     row = environment(env)
     if choice == "embedded":
@@ -104,7 +152,9 @@ def _addresses(env: str, choice: Servers) -> list[str]:
                 f"(embedded are {embedded})"
             )
         return []
-    addresses = [choice] if isinstance(choice, str) else list(choice)
+    addresses = [choice] if isinstance(choice, str) else choice
+    if not isinstance(addresses, Sequence) or not all(isinstance(url, str) for url in addresses):
+        raise ValueError(f"{env}: {choice!r} is not a list of URLs")
     if not addresses:
         raise ValueError(f'{env}: no servers; write "embedded" or a list of URLs')
     return [server_root(row, address) for address in addresses]

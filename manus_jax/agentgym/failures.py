@@ -17,11 +17,12 @@ class FailureKind(enum.StrEnum):
     CONNECTION = "connection"  # refused, reset or dropped
     STATUS = "status"  # an HTTP status other than 200
     ERROR_ANSWER = "error_answer"  # HTTP 200 with {"error": ...}
-    MALFORMED = "malformed"  # broken JSON, a missing field, a value of the wrong type
+    MALFORMED = "malformed"  # too long, broken JSON, a missing field, a value of the wrong type
     NOT_AGENTGYM = "not_agentgym"  # HTML, or none of the protocol's routes
     BACKEND = "backend"  # a service that the server depends on failed
     ITEM = "item"  # the server refused an item outside the environment's range
     DUPLICATE_ID = "duplicate_id"  # create returned an id that is in use
+    RESTARTED = "restarted"  # the server process that created the session has ended
     NO_SERVER = "no_server"  # no session became free in time
 
     @property
@@ -42,15 +43,27 @@ class FailureKind(enum.StrEnum):
 
 
 class EnvironmentFailure(Exception):
-    """An infrastructure failure. The episode must not become a training sample."""
+    """An infrastructure failure. The episode must not become a training sample.
 
-    def __init__(self, kind: FailureKind, env: str, url: str, call: str, detail: str) -> None:
+    `refused_item` is the item that a server which answers could not start.
+    """
+
+    def __init__(
+        self,
+        kind: FailureKind,
+        env: str,
+        url: str,
+        call: str,
+        detail: str,
+        refused_item: int | None = None,
+    ) -> None:
         super().__init__(f"{env} at {url}: {call}: {detail}")
         self.kind = kind
         self.env = env
         self.url = url
         self.call = call
         self.detail = detail
+        self.refused_item = refused_item
 
     @property
     def retryable(self) -> bool:

@@ -5,10 +5,12 @@ down. Each environment has its own `LeaseGroup`, so a hanging one does not delay
 """
 
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from manus_jax.agentgym.client import Session
+from manus_jax.agentgym.incarnations import PING_SECONDS
 from manus_jax.agentgym.leases import Clock, LeaseGroup
 from manus_jax.agentgym.table import environment
 from manus_jax.config.server_settings import EnvPoolSettings
@@ -36,6 +38,8 @@ class EnvironmentPool:
             name: LeaseGroup(environment(name), urls, self.settings, clock, chance, on_broken)
             for name, urls in servers.items()
         }
+        self._closing = threading.Event()
+        threading.Thread(target=self._ping, name="environment pings", daemon=True).start()
 
     @property
     def environments(self) -> tuple[str, ...]:
@@ -75,6 +79,7 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """Closes idle sessions and refuses new leases."""
+        self._closing.set()
         for group in self._groups.values():
             group.close()
 
@@ -83,6 +88,11 @@ class EnvironmentPool:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _ping(self) -> None:
+        while not self._closing.wait(PING_SECONDS):
+            for group in self._groups.values():
+                group.ping()
 
     def _group(self, env: str) -> LeaseGroup:
         if env not in self._groups:

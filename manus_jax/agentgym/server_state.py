@@ -1,8 +1,8 @@
 """Selects the server for the next session, and when a failed server is tried again.
 
 A state machine without I/O, locks or clock: states are frozen, and transitions are functions of
-(state, event, time, a random number). A server that loses contact, or gives several bad responses
-in a row, is marked down with a back-off (`servers.health`); after that a single trial session
+(state, event, time, a random number). A server that loses contact, or repeatedly creates no
+session, is marked down with a back-off (`servers.health`); after that a single trial session
 decides whether it is back.
 """
 
@@ -29,7 +29,8 @@ class EnvServerState:
     leases: int = 0  # sessions in use, including those being created
     idle: int = 0  # sessions kept for reuse
     full: bool = False  # it has no room for another session until one is released
-    strikes: int = 0  # bad responses since the last successful step
+    strikes: int = 0  # sessions that could not be created since the last successful step
+    refusals: int = 0  # resets and steps that failed since the last successful step
     silences: int = 0  # consecutive incidents without a response
     trial_out: bool = False
     health: Health = HEALTHY
@@ -51,7 +52,7 @@ def released(state: EnvServerState, trial: bool) -> EnvServerState:
     return replace(state, leases=max(0, state.leases - 1), full=False, trial_out=trial_out)
 
 
-def turned_away(state: EnvServerState, trial: bool) -> EnvServerState:
+def refused_session(state: EnvServerState, trial: bool) -> EnvServerState:
     """The server refused a session or reused an id: it is full if other sessions are leased.
 
     Releasing any of those makes room, so a server does not stay full.
@@ -65,20 +66,32 @@ def keeping(state: EnvServerState, idle: int) -> EnvServerState:
     return replace(state, idle=idle)
 
 
-def forgetting(state: EnvServerState) -> EnvServerState:
-    """Idle sessions of this server were dropped, which may have made room."""
+def made_room(state: EnvServerState) -> EnvServerState:
+    """Idle sessions of this server were dropped."""
     return replace(state, full=False)
 
 
 def succeeded(state: EnvServerState) -> EnvServerState:
     """A step succeeded, so the server is healthy."""
-    return replace(state, strikes=0, silences=0, trial_out=False, health=HEALTHY)
+    return replace(state, strikes=0, refusals=0, silences=0, trial_out=False, health=HEALTHY)
+
+
+def refused(state: EnvServerState) -> EnvServerState:
+    """A reset or step failed although the server answers.
+
+    The reason may be the item or the action, so the server stays in use; servers without refusals
+    are preferred, because an episode has few attempts.
+    """
+    return replace(state, refusals=state.refusals + 1)
 
 
 def failed(
     state: EnvServerState, kind: FailureKind, now: float, chance: float, policy: HealthPolicy
 ) -> EnvServerState:
-    """A call failed. Many sessions see the same incident, so it counts once until retry_at."""
+    """The server is lost, or did not create a session.
+
+    Many sessions see the same incident, so it counts once until retry_at.
+    """
     if kind is FailureKind.ITEM or not state.health.may_retry(now):
         return state
     strikes = state.strikes + 1
@@ -115,7 +128,8 @@ def available(state: EnvServerState, now: float) -> bool:
 def choose(states: Iterable[EnvServerState], now: float) -> EnvServerState | None:
     """The least-loaded available server, healthy before suspect; None if there is none."""
     candidates = [state for state in states if available(state, now)]
-    return min(candidates, key=lambda s: (s.leases, s.health.incidents), default=None)
+    load = lambda state: (state.leases + state.refusals, state.health.incidents)
+    return min(candidates, key=load, default=None)
 
 
 def next_trial(states: Iterable[EnvServerState], now: float) -> float | None:

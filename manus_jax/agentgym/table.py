@@ -65,10 +65,11 @@ def _never(answer: Any) -> bool:
 
 
 # Matches an exception of a tool's web client in an observation: its name, or the connection pool
-# that it mentions. A rate-limited spreadsheet API returns 429; others return an HTML page.
+# that it mentions. A rate-limited spreadsheet API returns 429; others return an HTML page. academia
+# imports its graph library in several threads at once, which fails with a _DeadlockError.
 _SERVICE_LOST = re.compile(
     r"Observation: (?:(?:ERROR \| )?(?:(?:Connection|SSL|Proxy|ChunkedEncoding|Transport|Refresh)"
-    r"Error\(|(?:Connect|Read)Timeout\(|\w+\(.*ConnectionPool\(|"
+    r"Error\(|(?:Connect|Read)Timeout\(|_DeadlockError\(|\w+\(.*ConnectionPool\(|"
     r"APIError\W+(?:(?:code|APIError)\W+)?(?:429|5\d\d)\b)|<(?:!DOCTYPE )?html)",
     re.IGNORECASE,
 )
@@ -115,7 +116,9 @@ class EnvironmentRow:
     backend_failed: Callable[[Any], bool] = _never  # the response reports a failed backend
     closes: bool = False  # AgentGym's server has a close route
     reuse: bool = False  # the next episode resets this session instead of creating one
+    recycles_ids: bool = False  # create may return an old id; else that means a restarted server
     items: range | None = None  # AgentGym's items; None: any number
+    shares_items: bool = False  # an item is the same task on AgentGym's servers and on ours
     read_timeout: float = 60.0  # seconds per call
     sessions_per_server: int | None = None  # more concurrent sessions would interfere
 
@@ -145,7 +148,8 @@ def _tool(
 # Name, id field, port, reset's item field, reward, action style; then specific fields.
 # babyai: use `reward`; `score` grows with every invalid action after a slow success. A success
 # worth 0.5 or less leaves `done` false, and past the step limit the value falls below 0.
-# sqlgym: the ninth create returns an id that is in use; the pool rejects it and waits.
+# sqlgym: the ninth create returns an id that is in use; the pool rejects it and waits. webshop has
+# such a ring of 8000 ids.
 # todo: create and reset clear and refill the server's single account, so concurrent episodes would
 # undo each other's work.
 # Servers without a close route keep their sessions forever, so sessions are reset and reused;
@@ -155,11 +159,11 @@ _ROWS = (
                     create_body={"commands": None, "goal": None}, closes=True),
     EnvironmentRow("babyai", "id", 36001, "data_idx",
                     RewardRule(RewardKind.FINAL, clip=True, success=any_reward), "plain_line",
-                    done_markers=("The task is completed.",), closes=True),
+                    done_markers=("The task is completed.",), closes=True, shares_items=True),
     EnvironmentRow("sciworld", "id", 36001, "data_idx",
                     RewardRule(RewardKind.CUMULATIVE, field="score", low=-100, high=100), "line",
                     first_view=_task_and_observation, closes=True, reuse=True,
-                    items=range(4639), read_timeout=120),
+                    items=range(4639), shares_items=True, read_timeout=120),
     EnvironmentRow("alfworld", "id", 36001, "game", _FINAL, "line",
                     reset_extra={"world_type": "Text"}, first_view=_observation_and_actions,
                     reuse=True, items=range(2620), read_timeout=180),
@@ -168,10 +172,11 @@ _ROWS = (
     EnvironmentRow("wordle", "id", 36001, "seed", _FINAL, "line", prefix="/wordle",
                     look="filtered_vocab", first_view=_observation_and_words, reuse=True),
     EnvironmentRow("sqlgym", "env_idx", 36002, "item_id", _FINAL, "sql_block", bare_id=True,
-                    first_view=_first_of_pair, view_field="state", reuse=True,
+                    first_view=_first_of_pair, view_field="state", reuse=True, recycles_ids=True,
                     items=range(10962)),
     EnvironmentRow("webshop", "env_idx", 36001, "session_id", _FINAL, "line", bare_id=True,
-                    first_view=_looked, look="observation", view_field="state", reuse=True),
+                    first_view=_looked, look="observation", view_field="state", reuse=True,
+                    recycles_ids=True),
     EnvironmentRow("searchqa", "env_idx", 36001, "id", _FINAL, "search_tags",
                     create_body={"id": 0}, bare_id=True, first_view=_whole, closes=True,
                     items=range(221328)),

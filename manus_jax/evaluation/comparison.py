@@ -17,6 +17,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from manus_jax.agentgym.environments import check_items
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.commands import EvaluateConfig
@@ -65,6 +66,8 @@ def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationRe
     slots = min(config.engine.slots, rollout.max_in_flight, episodes)
     candidates = [make_candidate(name, config, slots) for name in evaluate.policies]
     _check_candidates(candidates, eval_set, rollout)
+    if "oracle" in evaluate.policies:
+        check_items(env.urls, config.env_pool, "evaluate.policies has 'oracle'")
     out_dir = _make_directory(evaluate.out_dir, operative_config)
 
     results: dict[str, EvaluationResult] = {}

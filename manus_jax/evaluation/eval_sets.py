@@ -45,14 +45,18 @@ def split_tasks(env: str, split: str, count: int) -> list[Task]:
         raise ConfigError(str(error)) from None
 
 
-def served_tasks(env: str, count: int) -> list[Task]:
-    """Tasks of an environment on AgentGym's own servers, which have no splits."""
-    items = environment(env).items
-    if items is None:
+def served_tasks(env: str, split: str, count: int) -> list[Task]:
+    """Tasks of an environment on servers in env.urls; AgentGym's own items have no splits."""
+    row = environment(env)
+    if row.shares_items and env in registry.ENVIRONMENTS:
+        return split_tasks(env, split, count)
+    if row.items is None:
         raise ConfigError(
-            f"the number of items of the {env} servers in env.urls is unknown: list tasks in files"
+            f"the items of the {env} servers in env.urls are unknown: list their tasks in files "
+            f"(data.val_files or evaluate.task_files), e.g. {env}_0 and {env}_1; "
+            f"`python -m envs.items {env} --out DIR` writes those of this project's servers"
         )
-    return select(env, items, count)
+    return select(env, row.items, count)
 
 
 def listed_tasks(files: Sequence[str], envs: Sequence[str], count: int | None = None) -> list[Task]:
@@ -86,8 +90,6 @@ def make_eval_set(
     tasks = [
         task
         for name in env.names
-        for task in (
-            served_tasks(name, count) if name in env.urls else split_tasks(name, split, count)
-        )
+        for task in ((served_tasks if name in env.urls else split_tasks)(name, split, count))
     ]
     return EvalSet(tuple(tasks), samples)

@@ -4,14 +4,7 @@ A new one is a function decorated with `@REWARDS.register("name")`, in a module 
 in one of yours that the configuration imports.
 """
 
-from manus_jax.rewards import (
-    answers,
-    composite,
-    environment,
-    form,
-    length,
-    reference_actions,
-)
+from manus_jax.rewards import composite, ground_truth, text
 from manus_jax.rewards.registry import (
     FACTS,
     REWARDS,
@@ -19,8 +12,8 @@ from manus_jax.rewards.registry import (
     RewardError,
     RewardSettings,
     Score,
-    check_parameters,
     compute,
+    try_early,
 )
 
 __all__ = [
@@ -30,12 +23,9 @@ __all__ = [
     "RewardError",
     "RewardSettings",
     "Score",
-    "answers",
-    "check_parameters",
     "composite",
     "compute",
-    "environment",
-    "form",
-    "length",
-    "reference_actions",
+    "ground_truth",
+    "text",
+    "try_early",
 ]

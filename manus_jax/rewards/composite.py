@@ -1,36 +1,70 @@
-"""Weighted sums of other rewards.
+"""The environment's own reward, and weighted sums of rewards.
 
-Components are reported after weighting, so that they sum to the total.
+The components of a sum are reported after weighting, so that they sum to the total.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manus_jax.rewards.environment import env
-from manus_jax.rewards.form import tag_format
-from manus_jax.rewards.length import thought_length
-from manus_jax.rewards.reference_actions import action_similarity
+from manus_jax.rewards.ground_truth import action_similarity
 from manus_jax.rewards.registry import (
     REWARDS,
     EpisodeTurn,
     RewardError,
     RewardSettings,
     Score,
-    check_parameters,
     compute,
+    try_early,
 )
+from manus_jax.rewards.text import tag_format, thought_length
 
 
-def _check_parts(given: Mapping[str, Any]) -> None:
-    constants = given.get("parameters") or {}
-    if unused := sorted(set(constants) - set(given["weights"])):
-        raise RewardError(f"'weighted' has parameters for {unused[0]!r}, which has no weight")
-    for name in given["weights"]:
-        RewardSettings(name, constants.get(name, {}))
+@REWARDS.register("env")
+@try_early
+def env(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    turns: Sequence[EpisodeTurn],
+    env_reward: float,
+    scale: float = 1.0,
+    clip: float | None = None,
+    **facts: Any,
+) -> Score:
+    """The environment's episode reward, multiplied by `scale` and clipped to ±`clip`.
+
+    The share of a turn is the increase of the reward in that turn.
+    """
+    total = scale * env_reward
+    if clip is not None:
+        total = min(max(total, -clip), clip)
+    return Score(total, {"env": total}, tuple(scale * turn.reward for turn in turns))
+
+
+@REWARDS.register("goal")
+@try_early
+def goal(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    env_reward: float,
+    success: bool,
+    finish_reason: str,
+    won: float = 1.0,
+    lost: float = -1.0,
+    **facts: Any,
+) -> float:
+    """`won` for a success, `lost` if the environment ended the episode without a reward.
+
+    Otherwise (partial credit, or a truncated episode) the environment's reward.
+    """
+    if success:
+        return won
+    return lost if finish_reason == "done" and env_reward <= 0 else env_reward
 
 
 @REWARDS.register("weighted")
-@check_parameters(_check_parts)
+@try_early
 def weighted(
     solution_str: str,
     ground_truth: Any,
@@ -44,10 +78,13 @@ def weighted(
 
     `parameters` sets constants per function, e.g. {"length_penalty": {"max_length": 200}}.
     """
+    constants = parameters or {}
+    if unused := sorted(set(constants) - set(weights)):
+        raise RewardError(f"'weighted' has parameters for {unused[0]!r}, which has no weight")
     parts: dict[str, float] = {}
     shares: list[float] | None = None
     for name, weight in weights.items():
-        settings = RewardSettings(name, (parameters or {}).get(name, {}))
+        settings = RewardSettings(name, constants.get(name, {}))
         score = compute(
             settings, str(facts.get("item_id")), solution_str, ground_truth, turns, **facts
         )
@@ -59,6 +96,7 @@ def weighted(
 
 
 @REWARDS.register("agentgym")
+@try_early
 def agentgym(
     solution_str: str,
     ground_truth: Any,

@@ -10,11 +10,13 @@ happens to the episode.
 import dataclasses
 import inspect
 import math
+import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from manus_jax.errors import UserError
-from manus_jax.registry import Registry
+from manus_jax.registry import Registry, RegistryError
 
 FACTS: Mapping[str, str] = {
     "turns": "the agent's turns (see EpisodeTurn), in order",
@@ -73,17 +75,13 @@ F = TypeVar("F", bound=RewardFunction)
 REWARDS: Registry[RewardFunction] = Registry("reward function")
 
 
-def check_parameters(check: Callable[[Mapping[str, Any]], None]) -> Callable[[F], F]:
-    """Decorator: `check(parameters)` raises a RewardError for parameters that cannot work.
+def try_early(function: F) -> F:
+    """Decorator: tries the parameters on an empty episode when the configuration is read.
 
-    It is called when the configuration is read, before any episode.
+    For functions that are fast and have no side effects.
     """
-
-    def attach(function: F) -> F:
-        function.check_parameters = check  # type: ignore[attr-defined]
-        return function
-
-    return attach
+    function.try_early = True  # type: ignore[attr-defined]
+    return function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +111,35 @@ class RewardSettings:
             raise RewardError(
                 f"reward function {self.function!r} needs the parameter {missing[0]!r}"
             )
-        getattr(function, "check_parameters", lambda parameters: None)(self.parameters)
+        for name, value in self.parameters.items():
+            annotation = signature.parameters[name].annotation
+            if not _fits(value, annotation):
+                raise RewardError(
+                    f"reward function {self.function!r}: {name} = {value!r} must be "
+                    f"{inspect.formatannotation(annotation)}"
+                )
+        if getattr(function, "try_early", False):
+            facts: dict[str, Any] = {"env": "", "item_id": "", "finish_reason": "done", "extra": {}}
+            text = "<think>a</think><answer>a</answer>"
+            compute(self, "(check)", text, "a", env_reward=0.0, success=False, **facts)
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether a parameter has its annotated type; unusual annotations are ignored."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return value in typing.get_args(annotation)
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        return any(_fits(value, each) for each in typing.get_args(annotation))
+    if annotation is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    if annotation in (int, bool, str, types.NoneType):
+        return type(value) is annotation
+    if typing.get_origin(annotation) is Mapping:
+        keys, values = typing.get_args(annotation)
+        return isinstance(value, Mapping) and all(
+            _fits(key, keys) and _fits(each, values) for key, each in value.items()
+        )
+    return True
 
 
 def compute(
@@ -126,19 +152,17 @@ def compute(
 ) -> Score:
     """The score of one episode, called `episode` in errors; `facts` are those of FACTS."""
     function = REWARDS[settings.function]
+    where = f"reward function {settings.function!r} failed on episode {episode}"
     try:
         result = function(solution_str, ground_truth, turns=turns, **facts, **settings.parameters)
-    except Exception as error:  # whatever a function of the user's raises is told with its episode
-        what = f"{type(error).__name__}: {error}"
-        raise RewardError(_told(settings.function, episode, what)) from error
+    except (RewardError, RegistryError):
+        raise  # of a part of the function
+    except Exception as error:  # anything that a user's function raises is reported as its failure
+        raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
     try:
         return _checked(settings.function, result, len(turns))
     except ValueError as error:
-        raise RewardError(_told(settings.function, episode, str(error))) from None
-
-
-def _told(function: str, episode: str, what: str) -> str:
-    return f"reward function {function!r} failed on episode {episode}: {what}"
+        raise RewardError(f"{where}: {error}") from None
 
 
 def _checked(name: str, result: Any, turns: int) -> Score:

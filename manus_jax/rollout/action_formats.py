@@ -26,7 +26,6 @@ _INSTRUCTIONS: dict[str, str] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
 _PARSED_STYLES: frozenset[ActionStyle] = frozenset(("line", "plain_line", "sql_block"))
-_ALL_STYLES: frozenset[ActionStyle] = frozenset(get_args(ActionStyle))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +72,18 @@ class ActionFormat:
 
 
 FORMATS: Registry[ActionFormat] = Registry("action format", reserved=("auto",))
+
+
+def _add(
+    name: str,
+    marker: str,
+    render: Callable[[str, str], str],
+    find: Callable[[str], str],
+    *styles: ActionStyle,
+) -> None:
+    styles_or_default = frozenset(styles) or _PARSED_STYLES
+    FORMATS.add(ActionFormat(name, _INSTRUCTIONS[name], marker, render, find, styles_or_default))
+
 
 _OWN_FORM: dict[ActionStyle, str] = {
     "line": "react",
@@ -141,16 +152,11 @@ def _find_react(text: str) -> str:
     return _unfenced(rest[: end.start() if end else None]).partition("\n")[0]
 
 
-FORMATS.add(
-    ActionFormat(
-        "react",
-        _INSTRUCTIONS["react"],
-        "Action:",
-        lambda thought, action: f"Thought:\n{thought}\n\nAction:\n{action}",
-        _find_react,
-        frozenset(("line", "plain_line")),
-    )
-)
+def _render_react(thought: str, action: str) -> str:
+    return f"Thought:\n{thought}\n\nAction:\n{action}"
+
+
+_add("react", "Action:", _render_react, _find_react, "line", "plain_line")
 
 
 def _find_sql(text: str) -> str:
@@ -160,20 +166,11 @@ def _find_sql(text: str) -> str:
     return query.partition("```")[0]
 
 
-FORMATS.add(
-    ActionFormat(
-        "react_sql",
-        _INSTRUCTIONS["react_sql"],
-        "```sql",
-        lambda thought, action: f"Thought:\n{thought}\n\nAction:\n{_sql_block(action)}",
-        _find_sql,
-        frozenset(("sql_block",)),
-    )
-)
+def _render_sql(thought: str, action: str) -> str:
+    return _render_react(thought, f"```sql\n{_unfenced(action)}\n```")
 
 
-def _sql_block(query: str) -> str:
-    return query if query.startswith("```") else f"```sql\n{query}\n```"
+_add("react_sql", "```sql", _render_sql, _find_sql, "sql_block")
 
 
 def _tag_format(tag: str) -> ActionFormat:
@@ -181,14 +178,14 @@ def _tag_format(tag: str) -> ActionFormat:
 
     def find(text: str) -> str:
         # The thought may mention the tag, so only the text after it is searched.
-        said = text.rpartition("</think>")[2]
-        opened, closed = said.count(opening), said.count(closing)
+        answer = text.rpartition("</think>")[2]
+        opened, closed = answer.count(opening), answer.count(closing)
         if not opened or not closed:
             missing = closing if opened else opening
             raise NoAction(f"there is no {missing}. Write one action as {opening}action{closing}.")
         if opened > 1 or closed > 1:
             raise NoAction(f"there are several {opening}. Give only one action in every answer.")
-        return said.partition(opening)[2].partition(closing)[0]
+        return answer.partition(opening)[2].partition(closing)[0]
 
     return ActionFormat(
         tag,
@@ -240,15 +237,7 @@ def _render_function_call(thought: str, action: str) -> str:
     return json.dumps(call, ensure_ascii=False)
 
 
-FORMATS.add(
-    ActionFormat(
-        "function_call",
-        _INSTRUCTIONS["function_call"],
-        '"function_name"',
-        _render_function_call,
-        _find_function_call,
-    )
-)
+_add("function_call", '"function_name"', _render_function_call, _find_function_call)
 
 
 def _find_code(text: str) -> str:
@@ -265,20 +254,16 @@ def _find_code(text: str) -> str:
         statements = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise NoAction(f"the code cannot be read ({type(error).__name__}). {wanted}") from None
-    call = statements[0].value if _is_one_expression(statements) else None  # type: ignore[attr-defined]
-    if not (
-        isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "act"
-    ):
-        raise NoAction(f"the code must be one call of act. {wanted}")
-    given = [*call.args, *(k.value for k in call.keywords if k.arg == "action")]
-    value = given[0].value if len(given) == 1 and isinstance(given[0], ast.Constant) else None
-    if not isinstance(value, str) or len(call.args) + len(call.keywords) != 1:
-        raise NoAction(f"act takes one text in quotes. {wanted}")
-    return value
-
-
-def _is_one_expression(statements: list[ast.stmt]) -> bool:
-    return len(statements) == 1 and isinstance(statements[0], ast.Expr)
+    match statements:
+        case [ast.Expr(ast.Call(ast.Name("act"), args, keywords))]:
+            pass
+        case _:
+            raise NoAction(f"the code must be one call of act. {wanted}")
+    match [*args, *keywords]:
+        case [ast.Constant(str(action)) | ast.keyword("action", ast.Constant(str(action)))]:
+            return action
+        case _:
+            raise NoAction(f"act takes one text in quotes. {wanted}")
 
 
 def _render_code(thought: str, action: str) -> str:
@@ -287,24 +272,13 @@ def _render_code(thought: str, action: str) -> str:
     return f"```python\n{comment}\nact({action})\n```"
 
 
-FORMATS.add(
-    ActionFormat(
-        "code_as_action",
-        _INSTRUCTIONS["code_as_action"],
-        "```python",
-        _render_code,
-        _find_code,
-    )
-)
+_add("code_as_action", "```python", _render_code, _find_code)
 
 
-def _has(part: str, error: str) -> Callable[[str], str]:
-    def find(text: str) -> str:
-        if part not in text:
-            raise NoAction(error)
-        return text
-
-    return find
+def _find_tool_call(text: str) -> str:
+    if "with Action Input:" not in text:
+        raise NoAction('write "Action: NAME with Action Input: {...}" as last line.')
+    return text
 
 
 def _find_search_tags(text: str) -> str:
@@ -319,43 +293,25 @@ def _find_fenced(text: str) -> str:
     return text
 
 
-FORMATS.add(
-    ActionFormat(
-        "tool_call",
-        _INSTRUCTIONS["tool_call"],
-        "with Action Input:",
-        lambda thought, action: f"Thought: {thought}\n\nAction: {action}",
-        _has("with Action Input:", 'write "Action: NAME with Action Input: {...}" as last line.'),
-        frozenset(("tool_call",)),
-    )
+_add(
+    "tool_call",
+    "with Action Input:",
+    lambda thought, action: f"Thought: {thought}\n\nAction: {action}",
+    _find_tool_call,
+    "tool_call",
 )
-FORMATS.add(
-    ActionFormat(
-        "search_tags",
-        _INSTRUCTIONS["search_tags"],
-        "<search>",
-        lambda thought, action: f"<think>{thought}</think>\n{action}",
-        _find_search_tags,
-        frozenset(("search_tags",)),
-    )
+_add(
+    "search_tags",
+    "<search>",
+    lambda thought, action: f"<think>{thought}</think>\n{action}",
+    _find_search_tags,
+    "search_tags",
 )
-FORMATS.add(
-    ActionFormat(
-        "fenced",
-        _INSTRUCTIONS["fenced"],
-        "```",
-        lambda thought, action: f"{thought}\n{action}",
-        _find_fenced,
-        frozenset(("fenced",)),
-    )
-)
-FORMATS.add(
-    ActionFormat(
-        "raw",
-        _INSTRUCTIONS["raw"],
-        "whole answer is taken as the action",
-        lambda thought, action: action,
-        lambda text: text,
-        _ALL_STYLES,
-    )
+_add("fenced", "```", lambda thought, action: f"{thought}\n{action}", _find_fenced, "fenced")
+_add(
+    "raw",
+    "whole answer is taken as the action",
+    lambda thought, action: action,
+    lambda text: text,
+    *get_args(ActionStyle),
 )

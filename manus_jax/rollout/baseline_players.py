@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from envs.game import GameError, PlausibleActions
 from envs.registry import ENVIRONMENTS as EMBEDDED
 from envs.registry import load
+from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind
 from manus_jax.agentgym.prompts import PROMPTS
 from manus_jax.agentgym.table import environment
 from manus_jax.config.settings import RolloutSettings
@@ -66,8 +67,14 @@ class OraclePolicy:
         assert task.env is not None and task.item is not None
         spec = load(task.env)
         assert spec.oracle is not None
-        with self._lock:
-            policy = spec.oracle(task.item)
+        try:
+            with self._lock:
+                policy = spec.oracle(task.item)
+        except (GameError, LookupError) as error:
+            detail = f"the oracle does not know item {task.item}: {error!r}"
+            raise EnvironmentFailure(
+                FailureKind.ITEM, task.env, "this program", "oracle", detail
+            ) from error
 
         def reply(observations: Sequence[str]) -> str | None:
             try:
@@ -104,18 +111,43 @@ class RandomPolicy:
 
 
 def _plausible_actions(env: str) -> PlausibleActions:
-    """The environment's own function, else the listed actions, else those in its prompt."""
+    """The environment's own function, else the actions in its prompt."""
     if env in EMBEDDED and (chosen := load(env).plausible_actions) is not None:
         return chosen
+    if env in _PLAUSIBLE:
+        return _PLAUSIBLE[env]
     shown = _actions_in_prompt(env)
+    return lambda observations: shown
 
-    def listed_or_shown(observations: Sequence[str]) -> Sequence[str]:
-        # The format in which `agentgym.table` appends them to an alfworld observation.
-        _, _, listed = observations[-1].partition("AVAILABLE ACTIONS: ")
-        actions = [action.strip() for action in listed.partition("\n")[0].split(",")]
-        return [action for action in actions if action] or shown
 
-    return listed_or_shown
+def _alfworld_actions(observations: Sequence[str]) -> Sequence[str]:
+    """The actions that are possible according to the observations so far.
+
+    Only the first observation lists them; the others name where the agent is and what it sees.
+    """
+    places = re.findall(r"go to ([a-z]+ \d+)", observations[0])
+    here, held, things, closed = "", "", [], False
+    for text in observations[1:]:
+        if arrived := re.match(r"(?:On the|The|You open the|You close the) ([a-z]+ \d+)", text):
+            here, closed = arrived[1], "is closed" in text or text.startswith("You close")
+            things = re.findall(r"\ba ([a-z]+ \d+)", text)
+        elif taken := re.match(r"You pick up the ([a-z]+ \d+) from", text):
+            held = taken[1]
+            things = [thing for thing in things if thing != held]
+        elif text.startswith("You put the"):
+            things, held = [*things, held], ""
+    actions = [f"go to {place}" for place in places if place != here] + ["inventory", "look"]
+    if here:
+        actions.append(f"examine {here}")
+    if closed:
+        return [*actions, f"open {here}"]
+    if held:
+        return [*actions, f"examine {held}", *([f"put {held} in/on {here}"] if here else [])]
+    return [*actions, *(f"take {thing} from {here}" for thing in things)]
+
+
+_PLAUSIBLE: dict[str, PlausibleActions] = {"alfworld": _alfworld_actions}
+"""For environments that have no embedded server."""
 
 
 def _actions_in_prompt(env: str) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from envs import registry
-from manus_jax.agentgym.environments import open_environments
+from manus_jax.agentgym.environments import open_environments, server_addresses
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.table import environment
 from manus_jax.config.binding import (
@@ -42,6 +42,10 @@ def check_play(env: EnvSettings, rollout: RolloutSettings) -> None:
                 f"env.names: {name} has no embedded server: give the addresses of its servers in "
                 f"env.urls, or choose from {', '.join(sorted(registry.ENVIRONMENTS))}"
             )
+        try:
+            server_addresses(name, env.urls.get(name, "embedded"))
+        except ValueError as error:
+            raise ConfigError(f"env.urls: {error}") from None
         try:
             format_for(row, rollout.action_format)
         except ValueError as error:

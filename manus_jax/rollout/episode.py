@@ -11,7 +11,7 @@ import random
 import time
 
 from manus_jax.agentgym.client import Session
-from manus_jax.agentgym.failures import EnvironmentFailure
+from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.server_state import health_policy
 from manus_jax.agentgym.table import environment
@@ -55,7 +55,8 @@ def play_episode(
                 cancellation.sleep(back_off.seconds(attempt - 1, random.random()))
             return _attempt(spec, agent, pool, settings, cancellation, attempt)
         except EnvironmentFailure as failure:
-            kind, error, retryable = str(failure.kind), str(failure), failure.retryable
+            kind = str(failure.kind if failure.refused_item is None else FailureKind.ITEM)
+            error, retryable = str(failure), failure.retryable
         except EngineError as failure:
             kind, error, retryable = "engine", str(failure), True
         except PromptTooLong as failure:

@@ -18,7 +18,7 @@ def score_episode(trajectory: Trajectory, settings: RewardSettings) -> Trajector
     score = compute(
         settings,
         trajectory.uid,
-        trajectory.said(),
+        trajectory.agent_text,
         task.ground_truth,
         trajectory.turns,
         env_reward=trajectory.env_reward,

@@ -6,6 +6,7 @@ environment server. Fine-tuning on traces therefore uses exactly the token forma
 
 import json
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +26,23 @@ from manus_jax.rollout.prompts import opening
 from manus_jax.rollout.runner import run_episodes
 from manus_jax.rollout.trajectory import FailedEpisode, Trajectory, episode_specs
 
+_TEXT = pa.string()
+
+
+def _list_of(fields: dict[str, pa.DataType]) -> pa.DataType:
+    return pa.list_(pa.field("element", pa.struct(fields)))
+
+
 SCHEMA = pa.schema(
-    [
-        ("data_source", pa.string()),
-        ("item_id", pa.string()),
-        (
-            "conversations",
-            pa.list_(
-                pa.field(
-                    "element",
-                    pa.struct(
-                        [("from", pa.string()), ("loss", pa.bool_()), ("value", pa.string())]
-                    ),
-                )
-            ),
-        ),
-        (
-            "prompt",
-            pa.list_(
-                pa.field("element", pa.struct([("content", pa.string()), ("role", pa.string())]))
-            ),
-        ),
-        ("ability", pa.string()),
-        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
-        (
-            "extra_info",
-            pa.struct(
-                [("conversations", pa.string()), ("index", pa.int64()), ("split", pa.string())]
-            ),
-        ),
-    ]
+    {
+        "data_source": _TEXT,
+        "item_id": _TEXT,
+        "conversations": _list_of({"from": _TEXT, "loss": pa.bool_(), "value": _TEXT}),
+        "prompt": _list_of({"content": _TEXT, "role": _TEXT}),
+        "ability": _TEXT,
+        "reward_model": pa.struct({"ground_truth": _TEXT, "style": _TEXT}),
+        "extra_info": pa.struct({"conversations": _TEXT, "index": pa.int64(), "split": _TEXT}),
+    }
 )
 ROLLOUT = RolloutSettings(max_turns=200, max_in_flight=16)
 
@@ -65,31 +53,28 @@ class TraceError(UserError):
 
 def write_traces(name: str, split: str, count: int, seed: int, path: Path) -> None:
     """Writes `count` successful oracle episodes. `seed` selects the items."""
-    if count < 1:
-        raise TraceError(f"--n must be at least 1, not {count}")
     try:
         spec = load(name)
         missing = spec.requirements()
         if missing is not None:
             raise TraceError(missing)
-        made = rows(spec, split, count, seed)
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(made, schema=SCHEMA), path)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as work:
+            made = rows(spec, split, count, seed)
+            file = Path(work) / path.name
+            pq.write_table(pa.Table.from_pylist(made, schema=SCHEMA), file)
+            file.replace(path)
     except (UnknownEnvironment, GameError, OSError) as error:
         raise TraceError(str(error)) from None
-
-
-def shuffled_items(spec: EnvironmentSpec, split: str, seed: int) -> list[int]:
-    """The items of a split in an order that depends only on the seed."""
-    rng = random.Random(seed)
-    return [item for _, item in sorted((rng.random(), item) for item in spec.items(split))]
 
 
 def rows(spec: EnvironmentSpec, split: str, n: int, seed: int) -> list[dict[str, Any]]:
     """`n` rows of distinct items; items that the oracle does not solve are skipped."""
     if spec.oracle is None:
         raise TraceError(f"{spec.name} has no oracle to play the traces")
-    items = shuffled_items(spec, split, seed)
+    # Of the generator's methods, only random() is stable across Python versions.
+    rng = random.Random(seed)
+    items = [item for _, item in sorted((rng.random(), item) for item in spec.items(split))]
     if n > len(items):
         raise TraceError(f"{spec.name} has {len(items)} items in {split}, not {n}")
     made: list[dict[str, Any]] = []
@@ -114,12 +99,12 @@ def row(trajectory: Trajectory, index: int, split: str) -> dict[str, Any]:
     conversation = conversation_of(trajectory)
     recorded = json.dumps(conversation, ensure_ascii=False)
     action_format = format_for(environment(task.env), ROLLOUT.action_format)
-    told = opening(task, action_format, ROLLOUT).before
+    prompt = opening(task, action_format, ROLLOUT).before
     return {
         "data_source": task.env,
         "item_id": task.item_id,
         "conversations": conversation,
-        "prompt": [{"content": message.content, "role": message.role} for message in told],
+        "prompt": [{"content": message.content, "role": message.role} for message in prompt],
         "ability": "agent-reasoning",
         "reward_model": {"ground_truth": recorded, "style": "rule"},
         "extra_info": {"conversations": recorded, "index": index, "split": split},
@@ -129,21 +114,14 @@ def row(trajectory: Trajectory, index: int, split: str) -> dict[str, Any]:
 def conversation_of(trajectory: Trajectory) -> list[dict[str, Any]]:
     """An episode in AgentGym's conversation format, with loss on the agent's turns only."""
     conversation = [
-        _agent(message.content, loss=False)
+        {"from": "gpt", "loss": False, "value": message.content}
         if message.role == "assistant"
-        else _human(message.content)
+        else {"from": "human", "loss": None, "value": message.content}
         for message in trajectory.opening
     ]
     for number, turn in enumerate(trajectory.turns):
         if number:
-            conversation.append(_human(trajectory.observations[number]))
-        conversation.append(_agent(turn.text, loss=True))
+            seen = trajectory.observations[number]
+            conversation.append({"from": "human", "loss": None, "value": seen})
+        conversation.append({"from": "gpt", "loss": True, "value": turn.text})
     return conversation
-
-
-def _human(value: str) -> dict[str, Any]:
-    return {"from": "human", "loss": None, "value": value}
-
-
-def _agent(value: str, loss: bool) -> dict[str, Any]:
-    return {"from": "gpt", "loss": loss, "value": value}

@@ -140,7 +140,8 @@ class Trajectory:
         seen = (self.first_observation, *(turn.observation for turn in self.turns))
         return seen[: len(self.turns)]
 
-    def said(self) -> str:
+    @property
+    def agent_text(self) -> str:
         """The text of all turns of the agent."""
         return "\n".join(turn.text for turn in self.turns)
 

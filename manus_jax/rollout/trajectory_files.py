@@ -39,6 +39,16 @@ _SCALARS = (
 )
 
 
+_BROKEN = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OverflowError,  # a token id beyond 32 bits
+    RecursionError,  # deeply nested JSON
+)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoggedEpisode:
     """One line of a trajectory file."""
@@ -76,7 +86,7 @@ def write_trajectories(
 
 def read_trajectories(path: str | os.PathLike[str]) -> Iterator[Outcome]:
     """The outcomes in a file, in order; ValueError names a line that cannot be parsed."""
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             try:
                 yield parse_episode(line).outcome
@@ -93,7 +103,7 @@ def parse_episode(line: str | bytes) -> LoggedEpisode:
         if isinstance(outcome, FailedEpisode) or not spans or None in spans:
             return LoggedEpisode(outcome, None)
         return LoggedEpisode(outcome, _by_segment(outcome, spans))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except _BROKEN as error:
         raise ValueError(repr(error)) from error
 
 

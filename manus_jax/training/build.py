@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 
+from manus_jax.agentgym.environments import check_items
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.algorithms.recipes import Recipe
 from manus_jax.config.binding import ConfigError
@@ -105,6 +106,18 @@ def check_sizes(config: TrainConfig, recipe: Recipe) -> None:
             "model.path is not set, and a model from scratch has nothing to say: set "
             "warm_start.steps to fine-tune it on oracle episodes first"
         )
+
+
+def _check_items(config: TrainConfig) -> None:
+    """Raises if a part of the run needs items that the servers in env.urls do not have."""
+    needed_by = {
+        "data.train_files is empty": not config.data.train_files,
+        "train.baselines has 'oracle'": "oracle" in config.train.baselines,
+        "warm_start.steps > 0 uses the oracle": config.warm_start.steps > 0,
+    }
+    for purpose, needed in needed_by.items():
+        if needed:
+            check_items(config.env.urls, config.env_pool, purpose)
 
 
 def _baselines(
@@ -207,6 +220,7 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
     kernel = make_compute(**dataclasses.asdict(config.compute), mesh=mesh).kernel
     check_platform(kernel.implementation, mesh)
     check_batch(data.rows, data.max_length, mesh, kernel.implementation)
+    job.on_primary(lambda: _check_items(config))
     sources, eval_set = read_task_sources(data, config.env, train.val_tasks)
     mixture = Mixture(sources, train.seed)
     baselines = _baselines(train, eval_set, rollout)

@@ -1,15 +1,22 @@
 """Whatever is not an answer of the game becomes a failure that says where, what and why."""
 
+import contextlib
 import json
 import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
 
 import pytest
 from scripted_servers import Hang, HangUp, Reply, TextcraftStub, recorded, serving
 
-from manus_jax.agentgym.client import Connection, Session, server_root
+from manus_jax.agentgym.client import Session
+from manus_jax.agentgym.connection import Connection, server_root
 from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind
 from manus_jax.agentgym.table import ENVIRONMENTS, environment
 from manus_jax.config.server_settings import EnvPoolSettings
+from manus_jax.errors import UserError
 
 TEXTCRAFT = ENVIRONMENTS["textcraft"]
 HASTY = EnvPoolSettings(connect_timeout=2.0, read_timeout=0.2)
@@ -42,6 +49,16 @@ def step(observation: object = "x", reward: object = 0, done: object = False) ->
         (step(reward=7), FailureKind.MALFORMED, r"reward 7 is outside 0\.\.1"),
         (step(reward=float("nan")), FailureKind.MALFORMED, "reward is nan"),
         (PAGE, FailureKind.NOT_AGENTGYM, "HTML instead of JSON"),
+        (Reply("[" * 100_000), FailureKind.MALFORMED, "broken JSON"),
+        (Reply("[" * 5000 + "]" * 5000), FailureKind.MALFORMED, "broken JSON"),
+        (Reply('{"a":' * 5000 + "1" + "}" * 5000), FailureKind.MALFORMED, "broken JSON"),
+        (Reply("[" * 90 + "]" * 90), FailureKind.MALFORMED, "no 'observation'"),
+        (Reply("9" * 10_000), FailureKind.MALFORMED, "broken JSON"),
+        (step(reward=10**400), FailureKind.MALFORMED, "too large"),
+        (step(reward=-(10**400)), FailureKind.MALFORMED, "too large"),
+        (step(reward=float("inf")), FailureKind.MALFORMED, "reward is inf"),
+        (Reply("bad gateway", 502), FailureKind.CONNECTION, "gateway does not reach the server"),
+        (Reply("timeout", 504), FailureKind.CONNECTION, "gateway does not reach the server"),
     ],
 )
 def test_a_bad_answer_to_step_is_a_typed_failure(
@@ -61,7 +78,166 @@ def test_a_bad_answer_to_step_is_a_typed_failure(
         assert heard == [caught.value]
 
 
-@pytest.mark.parametrize("answer", ["null", "{}", "[]", '"7"', "true", '{"id": null}'])
+def test_an_observation_that_is_full_of_brackets_is_read() -> None:
+    stub = TextcraftStub()
+    brackets = "[{" * 500 + '\\" ]'
+    with serving(stub) as url:
+        session = Session(TEXTCRAFT, url)
+        session.create()
+        session.reset(0)
+        assert session.step(brackets).observation == brackets
+
+
+def test_a_lone_surrogate_in_an_observation_is_replaced() -> None:
+    stub = TextcraftStub()
+    stub.faults["step"] = step("a\ud800b")
+    stub.faults["reset"] = Reply(r'{"observation": "\ud800"}')
+    with serving(stub) as url:
+        session = Session(TEXTCRAFT, url)
+        session.create()
+        assert session.reset(0) == "?"
+        assert session.step("x").observation == "a?b"
+
+
+@contextlib.contextmanager
+def raw_server(respond: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server that answers one request with whatever bytes the function sends."""
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                respond(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join(5)
+
+
+def endless(connection: socket.socket, head: bytes, chunk: bytes, pause: float = 0.0) -> None:
+    connection.sendall(head)
+    while True:
+        connection.sendall(chunk)
+        time.sleep(pause)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+MEGABYTE = b"x" * (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("head", "chunk", "pause"),
+    [
+        (HEAD + b"Content-Length: 1000\r\n\r\n", b"x", 0.05),
+        (HEAD, b"X-More: 1\r\n", 0.05),
+        (HEAD + b"X-Long: ", b"x", 0.05),
+        (b"", b"H", 0.05),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.05),
+        (CHUNKED, b"1\r\nx\r\n", 0.05),
+    ],
+)
+def test_a_response_has_a_total_deadline_however_slowly_it_comes(
+    head: bytes, chunk: bytes, pause: float
+) -> None:
+    with raw_server(lambda connection: endless(connection, head, chunk, pause)) as url:
+        began = time.monotonic()
+        with pytest.raises(EnvironmentFailure, match=r"no answer within 0\.2 s") as caught:
+            Session(TEXTCRAFT, url, HASTY).create()
+        assert caught.value.kind is FailureKind.TIMEOUT
+        assert time.monotonic() - began < 1.0
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        HEAD + b"Content-Length: 1073741824\r\n\r\n",
+        HEAD + b"Content-Length: 99999999999999999999\r\n\r\n",
+        HEAD + b"\r\n",
+        CHUNKED + b"ffffffffffff\r\n",
+    ],
+)
+def test_a_response_has_a_maximum_size(head: bytes) -> None:
+    with raw_server(lambda connection: endless(connection, head, MEGABYTE)) as url:
+        tracemalloc.start()
+        with pytest.raises(EnvironmentFailure, match="longer than 16 MiB") as caught:
+            Session(TEXTCRAFT, url).create()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert caught.value.kind is FailureKind.MALFORMED and caught.value.retryable
+        assert peak < 40 << 20
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        HEAD + b"Content-Length: 100\r\n\r\n12",
+        HEAD + b"Content-Length: 100\r\n\r\n",
+        CHUNKED + b"5\r\n12",
+        CHUNKED + b"-5\r\n12",
+        CHUNKED + b"zz\r\n12",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"\x00\xff\x00\xff",
+        HEAD + b"X: 1\r\n" * 200 + b"\r\n",
+        HEAD + b"X-Long: " + b"x" * 100_000 + b"\r\n\r\n",
+    ],
+)
+def test_a_response_that_is_cut_off_or_no_http_is_a_lost_connection(answer: bytes) -> None:
+    with raw_server(lambda connection: connection.sendall(answer)) as url:
+        with pytest.raises(EnvironmentFailure) as caught:
+            Session(TEXTCRAFT, url).create()
+        assert caught.value.kind is FailureKind.CONNECTION and caught.value.retryable
+
+
+def test_the_key_of_the_environment_is_sent_with_every_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MANUS_JAX_ENV_KEY", "s3cret")
+    received = []
+
+    def respond(connection: socket.socket) -> None:
+        connection.sendall(HEAD + b"Content-Length: 1\r\n\r\n7")
+        received.append(connection.recv(1 << 16))
+
+    stub = TextcraftStub()
+    for status in (401, 403):
+        stub.faults[""] = Reply("Unauthorized", status)
+        with (
+            serving(stub) as url,
+            pytest.raises(EnvironmentFailure, match="rejects the key in MANUS_JAX_ENV_KEY"),
+        ):
+            Connection(TEXTCRAFT, url, HASTY).check()
+    with raw_server(respond) as url:
+        connection = Connection(TEXTCRAFT, url, HASTY)
+        assert connection.headers == {"Authorization": "Bearer s3cret"}
+        assert connection.call("POST", "/create", {}).text == "7"
+        with contextlib.suppress(EnvironmentFailure):
+            connection.call("POST", "/create", {})
+    assert b"Authorization: Bearer s3cret\r\n" in received[0]
+    monkeypatch.delenv("MANUS_JAX_ENV_KEY")
+    with (
+        serving(stub) as url,
+        pytest.raises(EnvironmentFailure, match="requires a key; set MANUS_JAX_ENV_KEY"),
+    ):
+        Connection(TEXTCRAFT, url, HASTY).check()
+
+
+@pytest.mark.parametrize("key", ["two words", "line\r\nX-Other: 1", "schlüssel"])
+def test_a_key_that_no_header_can_hold_is_a_mistake_of_the_user(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MANUS_JAX_ENV_KEY", key)
+    with pytest.raises(UserError, match="MANUS_JAX_ENV_KEY must consist of printable ASCII"):
+        Connection(TEXTCRAFT, "http://127.0.0.1:1", HASTY)
+
+
+@pytest.mark.parametrize(
+    "answer", ["null", "{}", "[]", '"7"', "true", '{"id": null}', '{"id": NaN}']
+)
 def test_create_without_an_id_is_malformed(answer: str) -> None:
     stub = TextcraftStub()
     stub.faults["create"] = Reply(answer)
@@ -211,7 +387,18 @@ def test_addresses_as_people_write_them(address: str, root: str) -> None:
     assert server_root(environment("wordle"), address) == root
 
 
-@pytest.mark.parametrize("address", ["", "ftp://node:1", "http://", "http://node:eighty"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "ftp://node:1",
+        "http://",
+        "http://node:eighty",
+        "http://node:99999",
+        "http://user:password@node:1",
+        "http://node:1/?key=1",
+    ],
+)
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match=r"wordle: .* is not a server; write http://HOST:PORT"):
         server_root(environment("wordle"), address)

@@ -5,7 +5,8 @@ import json
 import pytest
 from scripted_servers import TRANSCRIPTS, recorded, serving
 
-from manus_jax.agentgym.client import Session, server_root
+from manus_jax.agentgym.client import Session
+from manus_jax.agentgym.connection import server_root
 from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind
 from manus_jax.agentgym.table import ENVIRONMENTS
 
@@ -171,3 +172,56 @@ def test_weather_without_its_web_service_is_a_failure_and_not_a_zero() -> None:
         assert caught.value.kind is FailureKind.BACKEND
         end = session.step('Thought: done\n\nAction: finish with Action Input: {"answer": "1"}')
         assert end.done
+
+
+def test_alfworld_plays_the_recorded_game_to_its_reward() -> None:
+    with serving(recorded("alfworld")) as url:
+        opened("alfworld", url)
+        session = opened("alfworld", url)
+        assert session.reset(196).endswith("go to sinkbasin 1,inventory,look")
+        actions = [
+            "go to cabinet 1",
+            "open cabinet 1",
+            "take alarmclock 1 from cabinet 1",
+            "go to desk 1",
+            "move alarmclock 1 to desk 1",
+            "put alarmclock 1 in/on desk 1",
+        ]
+        results = [session.step(action) for action in actions]
+        assert results[4].observation == "Nothing happens."
+        assert [result.reward for result in results] == [0, 0, 0, 0, 0, 1]
+        assert (results[-1].done, session.success) == (True, True)
+        session.close()
+
+
+def test_webshop_plays_the_recorded_purchase() -> None:
+    with serving(recorded("webshop")) as url:
+        opened("webshop", url)
+        session = opened("webshop", url)
+        assert session.reset(3).startswith("WebShop [SEP] Instruction: [SEP] Find me easy use hair")
+        actions = [
+            "search[tea tree natural]",
+            "click[b07djjxgb5]",
+            "click[small]",
+            "click[buy now]",
+        ]
+        results = [session.step(action) for action in actions]
+        assert [result.done for result in results] == [False, False, False, True]
+        assert session.episode_reward == pytest.approx(1 / 12)
+        assert not session.success
+
+
+def test_the_deadlock_of_academias_imports_is_a_failure_and_no_observation() -> None:
+    with serving(recorded("academia")) as url:
+        session = opened("academia", url)
+        assert session.reset(18).startswith("Now new trial starts.")
+        text = "Thought: I try something.\n\nAction: loadAuthorNet with Action Input: {}"
+        with pytest.raises(EnvironmentFailure, match="_DeadlockError") as caught:
+            session.step(text)
+        assert (caught.value.kind, caught.value.retryable) == (FailureKind.BACKEND, True)
+
+
+def test_a_sheet_server_without_credentials_creates_no_session() -> None:
+    with serving(recorded("sheet")) as url, pytest.raises(EnvironmentFailure) as caught:
+        opened("sheet", url)
+    assert caught.value.kind is FailureKind.STATUS

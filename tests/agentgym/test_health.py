@@ -14,9 +14,9 @@ from manus_jax.agentgym.server_state import (
     granted,
     keeping,
     next_trial,
+    refused_session,
     released,
     succeeded,
-    turned_away,
 )
 from manus_jax.servers.health import BackOff, HealthPolicy
 
@@ -116,7 +116,7 @@ def test_an_unknown_item_says_nothing_about_the_server() -> None:
 
 
 def test_a_server_that_refuses_a_session_is_left_alone_until_another_comes_back() -> None:
-    full = turned_away(granted(granted(A)), trial=False)
+    full = refused_session(granted(granted(A)), trial=False)
     assert full.leases == 1
     assert not available(full, now=0.0)
     assert next_trial([full], now=0.0) is None
@@ -124,15 +124,15 @@ def test_a_server_that_refuses_a_session_is_left_alone_until_another_comes_back(
 
 
 def test_a_full_server_still_gives_its_idle_sessions() -> None:
-    assert available(keeping(turned_away(granted(granted(A)), trial=False), idle=1), now=0.0)
+    assert available(keeping(refused_session(granted(granted(A)), trial=False), idle=1), now=0.0)
 
 
 def test_a_server_that_refuses_its_only_session_is_not_full() -> None:
-    assert not turned_away(granted(A), trial=False).full
+    assert not refused_session(granted(A), trial=False).full
     # Two sessions asked for at once, both refused: the second finds nobody else out.
-    first = turned_away(granted(granted(A)), trial=False)
+    first = refused_session(granted(granted(A)), trial=False)
     assert first.full
-    assert not turned_away(first, trial=False).full
+    assert not refused_session(first, trial=False).full
 
 
 def test_a_server_that_answers_badly_is_put_aside_but_not_broken() -> None:

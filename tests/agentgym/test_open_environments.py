@@ -4,7 +4,8 @@ import pytest
 from scripted_servers import Answer, Reply, recorded, serving
 
 from manus_jax.agentgym import environments
-from manus_jax.agentgym.environments import open_environments
+from manus_jax.agentgym.environments import check_items, open_environments
+from manus_jax.config.server_settings import EnvPoolSettings
 from manus_jax.servers.processes import ServerSetupError
 
 
@@ -75,3 +76,29 @@ def test_given_servers_are_played_and_nothing_is_started() -> None:
         with pool.lease("weather") as session:
             assert session.reset(0).startswith("Now new trial starts.")
         assert pool.environments == ("weather",)
+
+
+def test_servers_with_other_items_are_refused_with_advice() -> None:
+    with serving(recorded("maze")) as url, pytest.raises(ServerSetupError) as caught:
+        check_items({"maze": [url]}, EnvPoolSettings(), "data.train_files is empty")
+    message = str(caught.value)
+    assert f"data.train_files is empty: the server {url} has other items of maze" in message
+    assert "e.g. maze_0 and maze_1 (AgentGym has 0..24)" in message
+    assert "python -m envs.items maze --out DIR" in message
+
+
+def test_environments_with_the_same_items_everywhere_need_no_question() -> None:
+    nowhere = ["http://127.0.0.1:1"]
+    check_items({"babyai": nowhere, "sciworld": nowhere}, EnvPoolSettings(), "the oracle plays")
+    with pytest.raises(
+        ServerSetupError, match=r"the oracle plays: this project has no tasks of alf"
+    ):
+        check_items({"alfworld": nowhere}, EnvPoolSettings(), "the oracle plays")
+    with pytest.raises(ServerSetupError, match=r"maze at http://127\.0\.0\.1:1: GET /: .*refused"):
+        check_items({"maze": nowhere}, EnvPoolSettings(), "the oracle plays")
+
+
+@pytest.mark.parametrize("urls", [5, None, [5], {"a": "b"}, [["http://a:1"]], [None]])
+def test_what_is_no_list_of_urls_is_refused(urls: object) -> None:
+    with pytest.raises(ValueError, match=r"maze: .* is not a list of URLs"):
+        opened({"maze": urls})

@@ -181,17 +181,18 @@ def test_a_server_that_refuses_a_third_session_is_full_and_not_failing(
 
 
 def test_an_id_in_use_is_refused_and_another_server_asked() -> None:
-    ring = TextcraftStub()
-    ring.faults["create"] = Reply('{"id": 7}')
-    other = TextcraftStub()
-    with serving(ring) as a, serving(other) as b, pool_of([a, b]) as pool:
-        with pool.lease("textcraft") as first:
+    ids = iter(range(100))
+    ring = lambda method, path, body: Reply("7")
+    other = lambda method, path, body: Reply('"ok"' if path == "/" else str(next(ids)))
+    with serving(ring) as a, serving(other) as b:
+        pool = EnvironmentPool({"sqlgym": [a, b]}, clock=JumpingClock())
+        with pool.lease("sqlgym") as first:
             assert (first.root, first.id) == (a, 7)
-            with pool.lease("textcraft") as second:
+            with pool.lease("sqlgym") as second:
                 assert second.root == b
-                with pool.lease("textcraft") as third:
+                with pool.lease("sqlgym") as third:
                     assert (third.root, third.id) == (b, 1)
-        assert pool.counters()["textcraft/refusals/duplicate_id"] == 1
+        assert pool.counters()["sqlgym/refusals/duplicate_id"] == 1
 
 
 def test_sessions_without_a_close_route_are_reset_and_used_again() -> None:
@@ -220,21 +221,23 @@ def test_sessions_without_a_close_route_are_reset_and_used_again() -> None:
 def test_an_id_that_comes_back_while_it_is_handed_out_again_is_leased_once() -> None:
     creates = []
 
-    def maze(method: str, path: str, body: dict) -> Reply:
+    def sqlgym(method: str, path: str, body: dict) -> Reply:
+        if path == "/":
+            return Reply('"ok"')
         creates.append(path)
         if len(creates) == 2:
             # The first lease ends, and its id is kept, before this answer arrives.
             first.__exit__(None, None, None)
-        return Reply(json.dumps({"id": (0, 0, 1)[len(creates) - 1]}))
+        return Reply(str((0, 0, 1)[len(creates) - 1]))
 
-    with serving(maze) as url:
-        pool = EnvironmentPool({"maze": [url]}, clock=JumpingClock())
-        first = pool.lease("maze")
+    with serving(sqlgym) as url:
+        pool = EnvironmentPool({"sqlgym": [url]}, clock=JumpingClock())
+        first = pool.lease("sqlgym")
         assert first.__enter__().id == 0
-        with pool.lease("maze") as second, pool.lease("maze") as third:
+        with pool.lease("sqlgym") as second, pool.lease("sqlgym") as third:
             assert (second.id, third.id) == (0, 1)
-        assert creates == ["/maze/create"] * 3
-        assert pool.counters()["maze/refusals/duplicate_id"] == 1
+        assert creates == ["/create"] * 3
+        assert pool.counters()["sqlgym/refusals/duplicate_id"] == 1
 
 
 def test_a_session_kept_for_too_long_is_not_used_again() -> None:
@@ -268,6 +271,30 @@ def test_a_failed_session_is_never_used_again() -> None:
         clock = JumpingClock()
         pool = EnvironmentPool({"maze": [url]}, clock=clock, chance=lambda: 0.0)
         assert played(pool, "maze", lambda session: (session.reset(0), session.id)) == ("walls", 1)
+
+
+def test_items_that_a_server_cannot_start_do_not_put_it_aside(
+    stub: TextcraftStub, url: str
+) -> None:
+    clock = JumpingClock()
+    pool = pool_of([url], clock)
+    stub.faults["reset"] = Reply("Internal Server Error", 500)
+    for _ in range(20):
+        with pytest.raises(EnvironmentFailure) as caught:
+            played(pool, "textcraft", winning)
+        assert caught.value.refused_item == 5
+    stub.faults.clear()
+    assert played(pool, "textcraft", winning) == 1.0
+    assert clock.time == 0.0  # nobody waited
+
+
+def test_a_server_that_starts_no_item_does_not_attract_the_episodes_of_the_others() -> None:
+    broken, alive = TextcraftStub(), TextcraftStub()
+    broken.faults["reset"] = Reply("Internal Server Error", 500)
+    with serving(broken) as a, serving(alive) as b:
+        pool = pool_of([a, b])
+        assert [played(pool, "textcraft", winning) for _ in range(20)] == [1.0] * 20
+        assert pool.counters()["textcraft/failures/status"] == 1
 
 
 def test_a_dead_server_is_put_aside_and_the_other_one_plays() -> None:
@@ -444,5 +471,5 @@ def test_thousands_of_leases_leave_nothing_behind(stub: TextcraftStub, url: str)
         list(threads.map(episode, range(1000)))
     assert stub.live == set()
     assert pool.counters() == {"textcraft/leases": 1000}
-    state = pool._groups["textcraft"]._states[url]
+    state = pool._groups["textcraft"]._servers[url].state
     assert (state.leases, state.health.incidents) == (0, 0)

@@ -7,9 +7,8 @@ import pytest
 from envs import registry
 from envs.registry import UnknownEnvironment
 from manus_jax.agentgym import prompts, table
-from manus_jax.agentgym.environments import open_environments
+from manus_jax.agentgym.environments import open_environments, register_environment
 from manus_jax.agentgym.prompts import EnvironmentPrompt
-from manus_jax.agentgym.registration import register_environment
 from manus_jax.agentgym.rewards import RewardKind, RewardRule
 from manus_jax.agentgym.table import EnvironmentRow
 

@@ -33,9 +33,11 @@ def test_an_evaluation_set_has_no_more_tasks_than_the_split() -> None:
 
 
 def test_servers_of_others_are_played_over_their_range_of_items() -> None:
-    assert sorted(task.item for task in served_tasks("academia", 50)) == list(range(20))
+    assert sorted(task.item for task in served_tasks("academia", "test", 50)) == list(range(20))
     with pytest.raises(ConfigError, match="webshop servers"):
-        served_tasks("webshop", 50)
+        served_tasks("webshop", "test", 50)
+    # An item of babyai is the same task everywhere.
+    assert served_tasks("babyai", "test", 20) == split_tasks("babyai", "test", 20)
 
 
 def test_tasks_from_a_file_keep_its_order(tmp_path: Path) -> None:

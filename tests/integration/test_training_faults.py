@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse
+from scripted_servers import recorded, serving
 from test_training import ROOT, arguments, error_of, metrics
 
 from envs import registry
@@ -107,6 +108,16 @@ def half_broken_maze():
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
     thread.join()
+
+
+def test_servers_whose_items_are_others_are_refused_before_anything_is_written(
+    tmp_path, capsys, monkeypatch
+):
+    with serving(recorded("maze")) as url:
+        more = (f"env.urls = {{'maze': ['{url}']}}", "data.train_files = []", "data.val_files = []")
+        text = error_of(capsys, monkeypatch, *arguments(tmp_path / "run", *more))
+    assert f"data.train_files is empty: the server {url} has other items of maze" in text
+    assert not (tmp_path / "run").exists()
 
 
 def test_half_of_the_episodes_failing_is_told_and_trained_around(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reward_turns import Said
 
 from manus_jax.rewards import RewardError, RewardSettings, Score, compute
-from manus_jax.rewards.blocks import tagged_blocks
+from manus_jax.rewards.text import tagged_blocks
 
 FACTS = {
     "env_reward": 0.75,

@@ -114,3 +114,44 @@ def test_what_is_no_finite_number_is_an_error_and_never_a_zero(result, what) -> 
 def test_a_number_of_another_library_is_a_number() -> None:
     np = pytest.importorskip("numpy")
     assert compute(registered(np.float32(0.5)), "e", "", None, TURNS).total == 0.5
+
+
+@pytest.mark.parametrize(
+    ("function", "parameters", "message"),
+    [
+        ("env", {"scale": "2"}, "scale = '2' must be float"),
+        ("env", {"scale": float("nan")}, "scale = nan must be float"),
+        ("env", {"scale": True}, "scale = True must be float"),
+        ("env", {"clip": "all"}, r"clip = 'all' must be (float \| None|Optional\[float\])"),
+        ("format", {"mode": "fulll"}, "mode = 'fulll' must be .*'full', 'simple'"),
+        ("length", {"target": 0}, "target must be at least 1"),
+        ("length", {"target": 2.5}, "target = 2.5 must be int"),
+        ("length", {"tolerance": 1.0}, r"tolerance in \[0, 1\)"),
+        ("length_penalty", {"shape": "cubic"}, "shape = 'cubic' must be"),
+        ("bleu", {"max_order": 0}, "max_order must be at least 1"),
+        ("pattern", {"pattern": "("}, "unterminated subpattern"),
+        ("agentgym", {"length_target": 0}, "target must be at least 1"),
+        ("agentgym", {"format_mode": "none"}, "unknown mode 'none'"),
+        ("weighted", {"weights": ["env"]}, r"weights = \['env'\] must be"),
+        ("weighted", {"weights": {"env": "1"}}, "weights = .* must be"),
+        ("weighted", {"weights": {"envv": 1.0}}, "unknown reward function 'envv'"),
+        (
+            "weighted",
+            {"weights": {"length": 1.0}, "parameters": {"length": {"target": 0}}},
+            "target must be at least 1",
+        ),
+    ],
+)
+def test_parameters_that_cannot_work_are_refused_before_any_episode(
+    function: str, parameters: dict, message: str
+) -> None:
+    with pytest.raises(
+        RewardError if "unknown reward" not in message else UserError, match=message
+    ):
+        RewardSettings(function, parameters)
+
+
+def test_every_reward_of_the_project_accepts_its_defaults() -> None:
+    needed = {"pattern": {"pattern": "a"}, "weighted": {"weights": {"env": 1, "f1": 0.5}}}
+    for name in list(REWARDS):
+        RewardSettings(name, needed.get(name, {}))

@@ -1,7 +1,11 @@
 """Oracles win and chance plays, through the same loop as a model."""
 
+import json
+import re
+
 import pytest
 from scripted_engine import spec_of
+from scripted_servers import TRANSCRIPTS
 
 from envs.registry import load
 from manus_jax.agentgym.pool import EnvironmentPool
@@ -91,3 +95,51 @@ def test_chance_searches_and_clicks_in_a_shop() -> None:
     assert searched.startswith("search[") and searched[7:-1] in wish
     player.observe(game.step(searched).observation)
     assert "\nclick[" in player.act(1).text
+
+
+def recorded_steps(name: str) -> list[list[dict]]:
+    """The answers to the resets and steps of every recorded session, in order."""
+    sessions: dict[object, list[dict]] = {}
+    for line in (TRANSCRIPTS / f"{name}.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        if entry["request"]["path"] in ("/reset", "/step") and entry["status"] == 200:
+            body = entry["request"]["body"]
+            answer = json.loads(entry["response_text"])
+            sessions.setdefault(body.get("id", body.get("env_idx")), []).append(answer)
+    return list(sessions.values())
+
+
+def test_chance_plays_only_what_alfworld_offered() -> None:
+    played: set[str] = set()
+    for session in recorded_steps("alfworld"):
+        seen: list[str] = []
+        for number, answer in enumerate(session):
+            listed = f"\nAVAILABLE ACTIONS: {','.join(answer['available_actions'])}"
+            seen.append(answer["observation"] + ("" if number else listed))
+            player = RandomPolicy().player(context("alfworld_196"))
+            for observation in seen:
+                player.observe(observation)
+            texts = [player.act(turn).text for turn in range(50)]
+            actions = {context("alfworld_196").action_format.parse(t, "line").action for t in texts}
+            assert actions <= set(answer["available_actions"])
+            played |= actions
+    verbs = {action.split()[0] for action in played}
+    assert verbs == {"go", "look", "inventory", "examine", "open", "take", "put"}
+
+
+def test_chance_clicks_only_on_what_the_real_shop_shows_as_buttons() -> None:
+    [session] = recorded_steps("webshop")
+    seen, clicked = [], set()
+    for answer in session[:-1]:
+        seen.append(answer[0] if isinstance(answer, list) else answer["state"])
+        player = RandomPolicy().player(context("webshop_3"))
+        for observation in seen:
+            player.observe(observation)
+        texts = [player.act(turn).text for turn in range(100)]
+        clicked |= {context("webshop_3").action_format.parse(t, "line").action for t in texts[1:]}
+    buttons = {"back to search", "next >", "< prev", "description", "features", "reviews"}
+    options = {"white", "green", "red", "small", "medium", "large"}
+    products = {action for action in clicked if re.fullmatch(r"click\[b0[0-9a-z]{8}\]", action)}
+    assert len(products) == 10
+    searches = {action for action in clicked if action.startswith("search[Find me easy use")}
+    assert clicked - products - searches == {f"click[{b}]" for b in buttons | options | {"buy now"}}

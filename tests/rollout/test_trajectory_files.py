@@ -113,7 +113,9 @@ def test_advantages_of_the_learned_episodes_stand_beside_the_log_probs(tmp_path:
     assert all(same(a, b) for a, b in zip([learned, other, failed], outcomes, strict=True))
 
 
-@pytest.mark.parametrize("line", ["", "{", "[]", "7", '{"uid": "x", "turns": [1]}', b"\xff{}"])
+@pytest.mark.parametrize(
+    "line", ["", "{", "[]", "7", '{"uid": "x", "turns": [1]}', b"\xff{}", "[" * 10**5]
+)
 def test_what_is_no_episode_is_a_value_error(line: str | bytes) -> None:
     with pytest.raises(ValueError):
         parse_episode(line)

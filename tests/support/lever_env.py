@@ -3,8 +3,8 @@
 import random
 
 from envs.game import EnvironmentSpec, Move, Step, fixed_splits
+from manus_jax.agentgym.environments import register_environment
 from manus_jax.agentgym.prompts import EnvironmentPrompt, Example
-from manus_jax.agentgym.registration import register_environment
 from manus_jax.agentgym.rewards import RewardKind, RewardRule
 from manus_jax.agentgym.table import EnvironmentRow
 from manus_jax.rewards import REWARDS

@@ -5,7 +5,10 @@ speaks real HTTP with it.
 """
 
 import contextlib
+import itertools
 import json
+import random
+import socket
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -13,6 +16,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from manus_jax.agentgym.table import EnvironmentRow
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 
@@ -36,13 +41,34 @@ Answer = Callable[[str, str, Any], Reply]
 
 
 @contextlib.contextmanager
-def serving(answer: Answer) -> Iterator[str]:
-    """Serves a function on a free port for the length of the block; gives the URL."""
+def serving(
+    answer: Answer,
+    connections: set[socket.socket] | None = None,
+    idle_limit: float | None = None,
+    closes: str = "",
+) -> Iterator[str]:
+    """Serves a function on a free port for the length of the block; gives the URL.
+
+    `connections` receives the open sockets, so that a test can break them like the end of a
+    process does. Connections are closed when idle for `idle_limit` seconds, and after every
+    response if `closes` says in which way.
+    """
     ending = threading.Event()
+    opened: set[socket.socket] = set() if connections is None else connections
 
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+        protocol_version = "HTTP/1.0" if closes == "HTTP/1.0" else "HTTP/1.1"
+        timeout = idle_limit
         disable_nagle_algorithm = True
+
+        def setup(self) -> None:
+            super().setup()
+            opened.add(self.connection)
+
+        def finish(self) -> None:
+            opened.discard(self.connection)
+            with contextlib.suppress(OSError):  # a test broke the connection
+                super().finish()
 
         def _respond(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
@@ -60,6 +86,8 @@ def serving(answer: Answer) -> Iterator[str]:
             self.send_response(reply.status)
             self.send_header("Content-Type", reply.content_type)
             self.send_header("Content-Length", str(len(content)))
+            if closes == "Connection: close":
+                self.send_header("Connection", "close")
             self.end_headers()
             self.wfile.write(content)
 
@@ -163,4 +191,82 @@ class TextcraftStub:
             won = body["action"] == "win"
             return {"observation": body["action"], "reward": int(won), "done": won}
         self.live.remove(body["id"])
+        return True
+
+
+class RestartableServer:
+    """An imitation of any environment's server whose observations name the item in play.
+
+    `restart` does what the end of a process and the start of the next do: sessions are gone, and
+    ids are counted from the beginning; `breaks_connections` says whether anyone can notice.
+    The games of the tool environments, textcraft and searchqa can be played right after create.
+    """
+
+    def __init__(self, row: EnvironmentRow) -> None:
+        self.row = row
+        self.connections: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.down = False
+        self.items: dict[int, int | None] = {}
+        if self.row.name == "sqlgym":
+            self._ids = itertools.cycle(range(300_000, 300_008))
+        elif self.row.name == "webshop":
+            self._ids = iter(random.sample(range(10**8), 1000))
+        else:
+            self._ids = itertools.count()
+
+    def restart(self, breaks_connections: bool = True) -> None:
+        with self._lock:
+            self._begin()
+            for connection in list(self.connections) if breaks_connections else []:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def __call__(self, method: str, path: str, body: Any) -> Reply:
+        row = self.row
+        if self.down:
+            raise HangUp
+        route = path.removeprefix(row.prefix).strip("/").partition("?")[0]
+        if route == "":
+            return Reply('"ok"')
+        with self._lock:
+            if route == "create":
+                number = next(self._ids)
+                playable = row.create_body is not None
+                self.items.setdefault(number, 0 if playable else None)
+                return Reply(json.dumps(number if row.bare_id else {row.id_field: number}))
+            if method == "GET":
+                body = {row.id_field: int(path.rpartition("=")[2])}
+            number = body[row.id_field]
+            if number not in self.items or (self.items[number] is None and route == "step"):
+                if row.id_field == "id":
+                    return Reply(json.dumps({"error": f"The id {number} is not valid."}))
+                return Reply("Internal Server Error", 500)
+            return Reply(json.dumps(getattr(self, f"_{route}")(number, body)))
+
+    def _reset(self, number: int, body: Any) -> Any:
+        self.items[number] = body[self.row.item_field]
+        seen = self._observation(number, body)
+        if self.row.name == "sqlgym":
+            return [seen, None]
+        if self.row.action in ("tool_call", "search_tags"):
+            return seen
+        return {"observation": seen, "task_description": seen, "available_actions": ["look"]}
+
+    def _observation(self, number: int, body: Any) -> str:
+        return f"item {self.items[number]}"
+
+    def _filtered_vocab(self, number: int, body: Any) -> list[str]:
+        return ["arise"]
+
+    def _step(self, number: int, body: Any) -> Any:
+        row, done = self.row, "last" in body["action"]
+        seen = {row.view_field: self._observation(number, body), row.done_field: done}
+        return {**seen, row.reward.field: row.reward.high if done else 0, "info": {}}
+
+    def _close(self, number: int, body: Any) -> bool:
+        del self.items[number]
         return True

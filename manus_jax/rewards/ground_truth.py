@@ -1,10 +1,12 @@
-"""Rewards that compare the agent's answer with reference answers: exact match, F1, BLEU.
+"""Rewards that compare the episode with the dataset's ground truth: answers and actions.
 
-The answer is the last `<answer>…</answer>` block in the agent's own text, or its whole last turn if
-`tag` is None. The reference answers are the dataset's ground truth: a string, a number, a list of
-them, or a mapping with one of these under "target". The best match counts.
+The answer of the agent is the last `<answer>…</answer>` block in its own text, or its whole last
+turn if `tag` is None. Reference answers are a string, a number, a list of them, or a mapping with
+one of these under "target"; the best match counts. Reference actions are a list of actions or a
+conversation (with from/value or role/content keys), possibly as JSON text.
 """
 
+import json
 import math
 import re
 import string
@@ -12,10 +14,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manus_jax.rewards.blocks import tagged_blocks
-from manus_jax.rewards.registry import REWARDS, EpisodeTurn
+from manus_jax.rewards.registry import REWARDS, EpisodeTurn, try_early
+from manus_jax.rewards.text import tagged_blocks
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+_ACTION_TAGS = ("act", "action", "response")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -46,6 +49,7 @@ def given_answer(solution_str: str, turns: Sequence[EpisodeTurn], tag: str | Non
 
 
 @REWARDS.register("exact_match")
+@try_early
 def exact_match(
     solution_str: str,
     ground_truth: Any,
@@ -72,6 +76,7 @@ def exact_match(
 
 
 @REWARDS.register("f1")
+@try_early
 def f1(
     solution_str: str,
     ground_truth: Any,
@@ -95,6 +100,7 @@ def _f1(predicted: str, correct: str) -> float:
 
 
 @REWARDS.register("bleu")
+@try_early
 def bleu(
     solution_str: str,
     ground_truth: Any,
@@ -136,3 +142,74 @@ def bleu(
 
 def _ngrams(words: Sequence[str], order: int) -> "Counter[tuple[str, ...]]":
     return Counter(tuple(words[i : i + order]) for i in range(len(words) - order + 1))
+
+
+def normalized_action(action: str) -> str:
+    """Lower-cases, collapses whitespace and removes trailing full stops."""
+    return " ".join(action.lower().split()).rstrip(".").rstrip()
+
+
+def actions_in(text: str) -> list[str]:
+    """The actions in an agent's text, in tags or after "Action:"."""
+    tagged = [block.content for block in tagged_blocks(text, _ACTION_TAGS)]
+    if tagged:
+        return tagged
+    _, marker, after = text.rpartition("Action:")
+    first_line = after.strip().partition("\n")[0].strip()
+    return [first_line] if marker and first_line else []
+
+
+def reference_actions(ground_truth: Any) -> list[str]:
+    """The actions of the reference; empty if there is no ground truth."""
+    if isinstance(ground_truth, str):
+        try:
+            listed = json.loads(ground_truth)
+        except ValueError:
+            listed = None
+        if not isinstance(listed, list):
+            return actions_in(ground_truth)
+        ground_truth = listed
+    if ground_truth is None:
+        return []
+    if not isinstance(ground_truth, Sequence) or isinstance(ground_truth, str):
+        raise ValueError(
+            "the ground truth must be a list of actions or a conversation, got "
+            f"{type(ground_truth).__name__}"
+        )
+    actions: list[str] = []
+    for entry in ground_truth:
+        if isinstance(entry, str):
+            actions.append(entry)
+        elif isinstance(entry, Mapping):
+            if entry.get("from", entry.get("role")) in ("gpt", "assistant"):
+                actions += actions_in(str(entry.get("value", entry.get("content", ""))))
+        else:
+            raise ValueError(f"the ground truth contains {type(entry).__name__}, not actions")
+    return actions
+
+
+@REWARDS.register("action_similarity")
+@try_early
+def action_similarity(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    turns: Sequence[EpisodeTurn] = (),
+    maximum: float = 1.0,
+    minimum: float = 0.0,
+    **facts: Any,
+) -> float:
+    """The fraction of the reference's actions that the agent took, in their order.
+
+    Other actions in between are ignored. Scaled to `minimum`..`maximum`; the middle of the range if
+    there is no reference.
+    """
+    wanted = [normalized_action(action) for action in reference_actions(ground_truth)]
+    if not wanted:
+        return (maximum + minimum) / 2
+    done = [turn.action for turn in turns if turn.action is not None] or actions_in(solution_str)
+    matched = 0
+    for action in map(normalized_action, done):
+        if matched < len(wanted) and action == wanted[matched]:
+            matched += 1
+    return minimum + (maximum - minimum) * matched / len(wanted)
