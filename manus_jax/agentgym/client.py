@@ -89,6 +89,8 @@ class Session:
         body = self._with_id({**self.row.reset_extra, self.row.item_field: item})
         with self._reporting(item):
             answer = self._call("reset", "POST", body)
+            if isinstance(answer, dict) and answer.get(self.row.id_field, self.id) != self.id:
+                raise self._malformed("reset", f"another session: {shortened(repr(answer))}")
             self._check_backend("reset", answer)
             look = None
             if self.row.look:

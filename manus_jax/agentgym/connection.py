@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import select
 import socket
 import time
 from dataclasses import dataclass
@@ -239,7 +240,9 @@ class Connection:
 
     def connected(self, method: str, path: str) -> http.client.HTTPConnection:
         """The open connection; the arguments name the call in failures."""
-        if self._http is not None and time.monotonic() - self._last_call > _IDLE_LIMIT:
+        if self._http is not None and (
+            time.monotonic() - self._last_call > _IDLE_LIMIT or _readable(self._http.sock)
+        ):
             self.close()
         if self._http is None:
             secure = self._parts.scheme == "https"
@@ -259,6 +262,16 @@ class Connection:
     def _lost(self, method: str, path: str, error: Exception) -> EnvironmentFailure:
         detail = f"{shortened(str(error) or type(error).__name__)}; is the server running?"
         return self.failure(FailureKind.CONNECTION, method, path, detail)
+
+
+def _readable(sock: socket.socket) -> bool:
+    """Whether the server closed the connection, or sent more than the response to the last call.
+
+    A surplus response would be taken for the response to the next call.
+    """
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _missing_fields(response: Response) -> list[str]:

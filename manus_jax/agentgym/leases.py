@@ -69,6 +69,7 @@ class LeaseGroup:
     ) -> None:
         self._row = row
         self._settings = settings
+        self._policy = health_policy(settings)
         self._clock = clock
         self._chance = chance
         self._on_broken = on_broken
@@ -78,6 +79,7 @@ class LeaseGroup:
         self._counts: Counter[str] = Counter()
         self._dropped: list[str] = []
         self._last_failure: EnvironmentFailure | None = None
+        self._down_since: float | None = None  # when the last server was marked down
         self._closed = False
         for address in addresses:
             self._add(server_root(row, address))
@@ -134,6 +136,7 @@ class LeaseGroup:
             if instead_of is not None:
                 self._remove(instead_of)
             self._add(server_root(self._row, address))
+            self._down_since = None
             self._changed.notify_all()
 
     def drop(self, url: str, reason: str) -> None:
@@ -191,6 +194,11 @@ class LeaseGroup:
                 if state is not None:
                     self._servers[state.url].state = server_state.granted(state)
                     return state, self._take_kept(state.url)
+                if all(server_state.refuses(state, self._policy) for state in self._states()):
+                    raise self._no_server("no server creates a session")
+                if self._down_since is not None:
+                    # Patience is for all episodes together: they do not wait one after another.
+                    deadline = min(deadline, self._down_since + self._settings.patience)
                 if now >= deadline:
                     # This thread may have consumed a wake-up on its timeout: pass it on.
                     self._changed.notify()
@@ -255,12 +263,12 @@ class LeaseGroup:
             if server is None:
                 return
             before, server.state = server.state, server_state.succeeded(server.state)
+            self._down_since = None
             if before.suspect or before.strikes:
                 self._changed.notify_all()
 
     def _note_failure(self, url: str, failure: EnvironmentFailure, creating: bool = False) -> None:
         """Records a failed call; only a lost server or one that creates no session is at fault."""
-        policy = health_policy(self._settings)
         with self._changed:
             self._counts[f"failures/{failure.kind}"] += 1
             self._last_failure = failure
@@ -273,13 +281,15 @@ class LeaseGroup:
                     server.state = server_state.refused(before)
                 return
             now, chance = self._clock.now(), self._chance()
-            after = server_state.failed(before, failure.kind, now, chance, policy)
+            after = server_state.failed(before, failure.kind, now, chance, self._policy)
             server.state = after
+            if self._down_since is None and all(state.suspect for state in self._states()):
+                self._down_since = now
             marked_down = after.health.incidents > before.health.incidents
             if marked_down:
                 # Waiting threads must recompute the time of the next trial.
                 self._changed.notify_all()
-        if marked_down and server_state.broken(after, policy) and self._on_broken:
+        if marked_down and server_state.broken(after, self._policy) and self._on_broken:
             self._on_broken(self._row.name, url)
 
     def _give_back(

@@ -116,6 +116,12 @@ def broken(state: EnvServerState, policy: HealthPolicy) -> bool:
     return state.silences >= policy.broken_after
 
 
+def refuses(state: EnvServerState, policy: HealthPolicy) -> bool:
+    """Whether the server answers, but created no session through many trials, and has none."""
+    tried = state.health.incidents >= 2 * policy.broken_after
+    return tried and not state.silences and not state.leases
+
+
 def available(state: EnvServerState, now: float) -> bool:
     """Whether a session may be requested from this server now."""
     if state.full and not state.idle:

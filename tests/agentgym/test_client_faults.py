@@ -100,15 +100,16 @@ def test_a_lone_surrogate_in_an_observation_is_replaced() -> None:
 
 
 @contextlib.contextmanager
-def raw_server(respond: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A server that answers one request with whatever bytes the function sends."""
+def raw_server(respond: Callable[[socket.socket], None], times: int = 1) -> Iterator[str]:
+    """A server that answers the first request of a connection with any bytes."""
 
     def serve() -> None:
         with contextlib.suppress(OSError):
-            connection, _ = listening.accept()
-            with connection:
-                connection.recv(1 << 16)
-                respond(connection)
+            for _ in range(times):
+                connection, _ = listening.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    respond(connection)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=serve, daemon=True)
@@ -191,6 +192,33 @@ def test_a_response_that_is_cut_off_or_no_http_is_a_lost_connection(answer: byte
         with pytest.raises(EnvironmentFailure) as caught:
             Session(TEXTCRAFT, url).create()
         assert caught.value.kind is FailureKind.CONNECTION and caught.value.retryable
+
+
+def test_a_response_that_comes_twice_is_not_taken_for_the_next_one() -> None:
+    answers = iter([b"1", b"2"])
+
+    def respond(connection: socket.socket) -> None:
+        one = HEAD + b"Content-Length: 1\r\n\r\n" + next(answers)
+        connection.sendall(one)
+        time.sleep(0.05)
+        connection.sendall(one)
+
+    with raw_server(respond, times=2) as url:
+        connection = Connection(TEXTCRAFT, url, HASTY)
+        assert connection.call("GET", "/").text == "1"
+        time.sleep(0.1)
+        assert connection.call("GET", "/").text == "2"
+
+
+def test_a_reset_of_another_session_is_malformed() -> None:
+    stub = TextcraftStub()
+    stub.faults["reset"] = Reply('{"id": 5, "observation": "x"}')
+    with serving(stub) as url:
+        session = Session(TEXTCRAFT, url)
+        session.create()
+        with pytest.raises(EnvironmentFailure, match="another session") as caught:
+            session.reset(0)
+    assert caught.value.kind is FailureKind.MALFORMED
 
 
 def test_the_key_of_the_environment_is_sent_with_every_call(

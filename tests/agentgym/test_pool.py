@@ -358,6 +358,51 @@ def test_waiting_for_a_server_is_bounded_and_says_what_is_wrong() -> None:
     assert clock.time >= 100.0
 
 
+def test_episodes_do_not_wait_for_a_dead_server_one_after_another() -> None:
+    with serving(TextcraftStub()) as dead:
+        pass
+    clock = JumpingClock()
+    pool = pool_of([dead], clock, patience=100.0)
+    for _ in range(20):
+        with pytest.raises(EnvironmentFailure, match="no free session"), pool.lease("textcraft"):
+            pass
+    assert clock.time < 200.0
+
+
+def test_a_server_that_comes_back_ends_the_time_without_servers(
+    stub: TextcraftStub, url: str
+) -> None:
+    clock = JumpingClock()
+    pool = pool_of([url], clock, patience=100.0)
+    stub.faults["create"] = HangUp
+    with pytest.raises(EnvironmentFailure, match="no free session"), pool.lease("textcraft"):
+        pass
+    stub.faults.clear()
+    clock.time += 100.0
+    assert played(pool, "textcraft", winning) == 1.0
+    stub.faults["create"] = HangUp
+    began = clock.time
+    with pytest.raises(EnvironmentFailure, match="no free session"), pool.lease("textcraft"):
+        pass
+    assert clock.time - began >= 100.0
+
+
+def test_a_server_that_never_creates_a_session_is_not_waited_for(
+    stub: TextcraftStub, url: str
+) -> None:
+    clock = JumpingClock()
+    pool = pool_of([url], clock, patience=600.0)
+    stub.faults["create"] = Reply("Internal Server Error", 500)
+    for _ in range(20):
+        with pytest.raises(EnvironmentFailure, match=r"no server creates a session; .*HTTP 500"):
+            played(pool, "textcraft", winning)
+    # 0.5 + 1 + 2 + 4 + 8 + 16 + 32 s of trials, and no more.
+    assert clock.time == 63.5
+    stub.faults.clear()
+    clock.time += 60.0
+    assert played(pool, "textcraft", winning) == 1.0
+
+
 def test_waiting_for_room_is_bounded_too(url: str) -> None:
     pool = pool_of([url], sessions_per_server=1, patience=5.0)
     with (
