@@ -88,8 +88,8 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def output(text: str) -> Path:
-    """The type of a flag that is a file or a directory to write."""
+def _writable(text: str) -> Path:
+    """A path that exists and can be written, or that can be made."""
     target = path(text)
     there = next(p for p in (target, *target.absolute().parents) if p.exists())
     if there != target and not there.is_dir():
@@ -101,16 +101,18 @@ def output(text: str) -> Path:
 
 def output_file(text: str) -> Path:
     """The type of a flag that is a file to write."""
-    if Path(text).is_dir():
+    target = _writable(text)
+    if target.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a directory, not a file")
-    return output(text)
+    return target
 
 
 def output_directory(text: str) -> Path:
     """The type of a flag that is a directory to write to."""
-    if Path(text).is_file():
+    target = _writable(text)
+    if target.is_file():
         raise argparse.ArgumentTypeError(f"{text} is a file, not a directory")
-    return output(text)
+    return target
 
 
 def url(text: str) -> str:

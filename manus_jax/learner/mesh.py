@@ -54,7 +54,10 @@ def make_mesh(
     follow one another along "data". None: the number that TPU devices report, or one on other
     platforms, where a slice is a machine (devices with the same `slice_index`) or a process.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    try:
+        devices = list(jax.devices() if devices is None else devices)
+    except RuntimeError as error:
+        raise MeshError(f"JAX cannot use the devices of this machine: {error}") from None
     sizes = _fill({"data": data, "fsdp": fsdp, "tensor": tensor, "sequence": sequence}, devices)
     shape = tuple(sizes[axis] for axis in AXES)
     count, by_process = _count_slices(slices, devices)

@@ -35,6 +35,8 @@ def env(
 
     The share of a turn is the increase of the reward in that turn.
     """
+    if clip is not None and clip < 0:
+        raise ValueError(f"clip = {clip} must not be negative")
     total = scale * env_reward
     if clip is not None:
         total = min(max(total, -clip), clip)

@@ -146,7 +146,10 @@ BINDINGS = {
     "train": {
         "algorithm.recipe": ["'gropo'", "''", "3", "None"],
         "algorithm.reward": ["'nope'", "''", "None"],
-        "algorithm.reward_parameters": ["{'x': 1}", "{1: 1}", "[]", "3"],
+        "algorithm.reward_parameters": [
+            *("{'x': 1}", "{1: 1}", "[]", "3", "{'scale': 'big'}", "{'scale': None}"),
+            *("{'scale': True}", "{'scale': 1e999}", "{'clip': -1}", "{'clip': [1]}"),
+        ],
         "algorithm.reward_allocation": ["'nope'", "''", "['last_token']"],
         "algorithm.kl_estimator": ["'k9'", "''"],
         "algorithm.kl_placement": ["'los'", "'none'"],
