@@ -1,8 +1,6 @@
 """`python -m manus_jax.convert from-hf|to-hf`: converts between Hugging Face and Orbax."""
 
-import contextlib
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from manus_jax import command
@@ -43,16 +41,6 @@ def _check_writable(directory: Path) -> None:
     tempfile.TemporaryFile(dir=directory).close()
 
 
-@contextlib.contextmanager
-def _file_errors(out: Path) -> Iterator[None]:
-    """Reports files that cannot be read or written in one line."""
-    with disk_errors(out, "Free some space and run the command again"):
-        try:
-            yield
-        except OSError as error:
-            raise ModelError(f"cannot convert: {error}") from error
-
-
 def main(arguments: list[str]) -> None:
     parser = command.Parser(prog="python -m manus_jax.convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -69,7 +57,7 @@ def main(arguments: list[str]) -> None:
         "--out", type=command.output_directory, required=True, help="the directory to make"
     )
     args = parser.parse_args(arguments)
-    with _file_errors(args.out):
+    with disk_errors(args.out, "Free some space and run the command again"):
         if args.command == "from-hf":
             print(f"wrote {from_hf(args.hf, args.out)}")
         else:

@@ -1,8 +1,11 @@
-"""Files that survive a kill and reveal damage: atomic writes and checksums of directories.
+"""Files that survive a kill and reveal damage: atomic writes, complete directories, checksums.
 
 `SHA256SUMS` lists the checksum of every other file of a directory, in the format of `sha256sum`
-after a first line with the checksum of the list itself. It is written last, so it also marks the
-directory as complete, on file systems without atomic renames too.
+after a first line with the checksum of the list itself.
+
+A directory is complete when its last file, the seal (for instance `SHA256SUMS`), exists. This also
+holds on file systems without atomic renames. While a directory is written or removed, a mark beside
+it tells the leftovers of a kill from damage.
 """
 
 import errno
@@ -16,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from manus_jax.errors import UserError
 
 CHECKSUMS = "SHA256SUMS"
+_UNFINISHED = ".unfinished-"
 _THREADS = 8
 
 
@@ -53,6 +57,41 @@ def remove_leftovers(directory: Path, name: str = "*") -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def begin_directory(directory: Path) -> None:
+    """Marks a directory that is about to be written."""
+    _mark(directory).touch()
+
+
+def end_directory(directory: Path) -> None:
+    """Removes the mark of a directory whose seal exists, or which has been removed."""
+    _mark(directory).unlink()
+
+
+def remove_directory(directory: Path, seal: str) -> None:
+    """Removes a directory so that an interrupted removal is completed by `remove_unfinished`."""
+    begin_directory(directory)
+    (directory / seal).unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
+    end_directory(directory)
+
+
+def is_unfinished(directory: Path, seal: str) -> bool:
+    return _mark(directory).exists() and not (directory / seal).exists()
+
+
+def remove_unfinished(root: Path, seal: str) -> None:
+    """Removes unfinished directories in `root`; nobody else may be writing there."""
+    for mark in root.glob(f"{_UNFINISHED}*"):
+        name = mark.name.removeprefix(_UNFINISHED)
+        if is_plain_name(name) and is_unfinished(root / name, seal):
+            shutil.rmtree(root / name, ignore_errors=True)
+        mark.unlink()
+
+
+def _mark(directory: Path) -> Path:
+    return directory.with_name(f"{_UNFINISHED}{directory.name}")
 
 
 def is_plain_name(name: object) -> bool:
@@ -96,7 +135,7 @@ def verify_checksums(directory: Path) -> None:
         raise DamagedError(f"{error.filename} cannot be read: {error.strerror}") from None
     for name, line, expected in zip(names, found, lines, strict=True):
         if line != expected:
-            raise DamagedError(f"{directory / name} is damaged: it does not match {CHECKSUMS}")
+            raise DamagedError(f"{directory / name} does not match {CHECKSUMS}")
 
 
 def _leaves(name: str) -> bool:
@@ -106,6 +145,8 @@ def _leaves(name: str) -> bool:
 
 def _checksums(directory: Path, names: Sequence[str], sync: bool) -> str:
     def digest(name: str) -> str:
+        if not (directory / name).is_file():  # opening a pipe would wait for a writer
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory / name)
         with (directory / name).open("rb") as file:
             if sync:
                 os.fsync(file.fileno())

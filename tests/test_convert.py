@@ -19,6 +19,13 @@ pytestmark = pytest.mark.slow
 
 ARCH = Architecture("qwen2", 300, 16, 32, 1, 2, 2, 8, qkv_bias=True, tie_embeddings=False)
 WEIGHTS = "model.safetensors"
+ROPE = {
+    "rope_type": "llama3",
+    "factor": 8,
+    "low_freq_factor": 1,
+    "high_freq_factor": 4,
+    "original_max_position_embeddings": 8192,
+}
 INDEX = "model.safetensors.index.json"
 
 
@@ -92,6 +99,10 @@ BAD_MODELS = {
     "negative": (lambda d: edit(d / "config.json", num_hidden_layers=-1), "num_layers is -1"),
     "NaN": (lambda d: edit(d / "config.json", rms_norm_eps=float("nan")), "norm_eps is nan"),
     "a list of types": (lambda d: edit(d / "config.json", model_type=["qwen2"]), "not supported"),
+    "no rope factor": (
+        lambda d: edit(d / "config.json", rope_parameters=dict(ROPE, factor=0)),
+        "rope scaling (0.0, 1.0, 4.0, 8192) must be positive",
+    ),
     "many layers": (lambda d: edit(d / "config.json", num_hidden_layers=10**12), "only 15 tensors"),
     "other shape": (lambda d: edit(d / "config.json", hidden_size=32), "config.json says"),
     "no weights": (lambda d: (d / WEIGHTS).unlink(), "contains no weights"),
@@ -148,6 +159,19 @@ def test_a_model_card_cannot_write_outside_the_output(run, tmp_path, capsys, mon
     assert not list(tmp_path.rglob("stolen*"))
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '{"types": {}, "files": {}}', '{"types": {"x": []}, "files": {"x": "y"}}'],
+)
+def test_a_model_card_that_does_not_fit_is_one_line(run, tmp_path, capsys, monkeypatch, content):
+    (run / "model" / "weights.json").write_text(content)
+    write_checksums(run / "model")
+    to_hf = ("to-hf", "--checkpoint", run, "--out", tmp_path / "out")
+    assert "weights.json" in error_of(capsys, monkeypatch, *to_hf)
+    (run / "model" / "weights.json").unlink()
+    assert "weights.json is missing" in error_of(capsys, monkeypatch, *to_hf)
+
+
 def test_a_link_out_of_the_directory_is_not_copied_but_a_cache_of_hugging_face_is(
     hf, tmp_path, capsys, monkeypatch
 ):
@@ -182,11 +206,11 @@ def test_damage_of_a_run_or_an_export_is_found(run, made, tmp_path, capsys, monk
             assert "checkpoints/0 is damaged" in error_of(capsys, monkeypatch, *to_hf), path
             path.write_bytes(whole)
     flip(run / "model" / "tokenizer.json")
-    assert "tokenizer.json is damaged" in error_of(capsys, monkeypatch, *to_hf)
+    assert f"tokenizer.json does not match {CHECKSUMS}" in error_of(capsys, monkeypatch, *to_hf)
     export = shutil.copytree(made / "hf", tmp_path / "export")
     flip(export / WEIGHTS)
     text = error_of(capsys, monkeypatch, "from-hf", "--hf", export, "--out", tmp_path / "out")
-    assert f"{WEIGHTS} is damaged: it does not match {CHECKSUMS}" in text
+    assert f"{WEIGHTS} does not match {CHECKSUMS}" in text
     assert not (tmp_path / "out").exists()
 
 

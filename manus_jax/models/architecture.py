@@ -45,6 +45,16 @@ class RopeScaling:
     high_freq_factor: float
     original_max_position_embeddings: int
 
+    def __post_init__(self) -> None:
+        values = dataclasses.astuple(self)
+        if not all(0 < value < math.inf for value in values) or (
+            self.high_freq_factor <= self.low_freq_factor
+        ):
+            raise ModelError(
+                f"rope scaling {values} must be positive and finite, with high_freq_factor above "
+                "low_freq_factor"
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
@@ -127,6 +137,7 @@ def from_hf_config(config: dict[str, Any], source: str = "config.json") -> Archi
         scaling = _rope_scaling(rope)
         # If config.json omits head_dim, Qwen3 uses a constant.
         head_dim = 128 if family == "qwen3" else hidden // max(1, heads)
+        optional = lambda values, key, default: default if values.get(key) is None else values[key]
         return Architecture(
             family=family,
             vocab_size=int(config["vocab_size"]),
@@ -134,9 +145,9 @@ def from_hf_config(config: dict[str, Any], source: str = "config.json") -> Archi
             intermediate_size=int(config["intermediate_size"]),
             num_layers=int(config["num_hidden_layers"]),
             num_heads=heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or head_dim),
-            rope_theta=float(rope.get("rope_theta") or 10_000.0),
+            num_kv_heads=int(optional(config, "num_key_value_heads", heads)),
+            head_dim=int(optional(config, "head_dim", head_dim)),
+            rope_theta=float(optional(rope, "rope_theta", 10_000.0)),
             rope_scaling=scaling,
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             qkv_bias=family == "qwen2",

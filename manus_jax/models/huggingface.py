@@ -89,11 +89,14 @@ class ModelCard:
         verify_model(directory)
         config, weights = read_hf_config(directory), read_json_object(path)
         types, files = weights.get("types"), weights.get("files")
-        names = {name for name, *_ in tensor_map(from_hf_config(config, str(directory)))}
         if not isinstance(types, dict) or not isinstance(files, dict):
             raise ModelError(f"{path} has no types or no files of tensors")
-        if not names <= types.keys() & files.keys() or not set(types.values()) <= _DTYPES.keys():
+        arch = from_hf_config(config, str(directory / "config.json"))
+        known = types.keys() & files.keys()
+        if arch.num_layers > len(known) or any(n not in known for n, *_ in tensor_map(arch)):
             raise ModelError(f"{path} does not describe the tensors of the model in config.json")
+        if any(kind not in list(_DTYPES) for kind in types.values()):
+            raise ModelError(f"{path} has a tensor whose type is not one of {', '.join(_DTYPES)}")
         _check_weight_files(files.values(), path)
         return cls(config, directory, types, files)
 

@@ -1,9 +1,8 @@
 """Checkpoints on disk, and the parameters of a policy in them.
 
 A step directory contains items written by Orbax (`params`, `optimizer`, `host`, …) and is complete
-when its checksums exist. While a step is written or removed, a marker file beside it says so, so
-that the leftovers of a kill are not taken for damage. Loading a model, converting and publishing
-read only `params` and the model card; `training/checkpoints.py` writes the complete state.
+when its checksums exist. Loading a model, converting and publishing read only `params` and the
+model card; `training/checkpoints.py` writes the complete state.
 """
 
 import shutil
@@ -14,9 +13,16 @@ import jax
 import orbax.checkpoint as ocp
 
 from manus_jax.errors import UserError
-from manus_jax.files import CHECKSUMS, DamagedError, verify_checksums, write_checksums
-
-_UNFINISHED = ".unfinished-"
+from manus_jax.files import (
+    CHECKSUMS,
+    DamagedError,
+    begin_directory,
+    end_directory,
+    is_unfinished,
+    remove_unfinished,
+    verify_checksums,
+    write_checksums,
+)
 
 
 class CheckpointError(UserError, ValueError):
@@ -27,56 +33,36 @@ def list_steps(root: Path) -> list[int]:
     """The steps in a checkpoint directory, ascending; damaged ones too, but no unfinished ones."""
     names = (path.name for path in root.glob("*"))
     steps = [int(name) for name in names if name.isdecimal() and name == str(int(name))]
-    return sorted(step for step in steps if not _is_unfinished(root, step))
+    return sorted(step for step in steps if not is_unfinished(root / str(step), CHECKSUMS))
 
 
-def begin_step(root: Path, step: int) -> None:
-    """Marks a step as unfinished: it is about to be written or removed."""
-    (root / f"{_UNFINISHED}{step}").touch()
+def finish_step(step_dir: Path) -> None:
+    """Makes a step visible."""
+    write_checksums(step_dir)
+    end_directory(step_dir)
 
 
-def finish_step(root: Path, step: int) -> None:
-    """Makes a step visible: writes its checksums, then removes the mark."""
-    write_checksums(root / str(step))
-    (root / f"{_UNFINISHED}{step}").unlink()
-
-
-def remove_step(root: Path, step: int) -> None:
-    begin_step(root, step)
-    (root / str(step) / CHECKSUMS).unlink(missing_ok=True)
-    shutil.rmtree(root / str(step))
-    (root / f"{_UNFINISHED}{step}").unlink()
-
-
-def remove_unfinished(root: Path) -> None:
-    """Removes the leftovers of a kill; no other process may be writing checkpoints here."""
-    for marker in root.glob(f"{_UNFINISHED}*"):
-        step = marker.name.removeprefix(_UNFINISHED)
-        if step.isdecimal() and _is_unfinished(root, int(step)):
-            shutil.rmtree(root / step, ignore_errors=True)
-        marker.unlink()
+def remove_leftovers(root: Path) -> None:
+    """Removes what a kill left; no other process may be writing checkpoints here."""
+    remove_unfinished(root, CHECKSUMS)
     for path in root.glob("*.orbax-checkpoint-tmp*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_unfinished(root: Path, step: int) -> bool:
-    return (root / f"{_UNFINISHED}{step}").exists() and not (root / str(step) / CHECKSUMS).exists()
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Path]:
     """`(step directory, model card directory)` for a step directory or a run's newest step."""
     path = Path(path).expanduser().absolute()
-    if path.parent.name == "checkpoints" or (path / "params").is_dir():
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    steps = list_steps(root) if root.name == "checkpoints" else []
+    if steps:
+        step_dir = root / str(steps[-1])
+    elif path.is_dir() and (path.parent.name == "checkpoints" or (path / "params").is_dir()):
         step_dir = path
     else:
-        root = path if path.name == "checkpoints" else path / "checkpoints"
-        steps = list_steps(root)
-        if not steps:
-            raise CheckpointError(
-                f"{path} contains no checkpoint: expected a run directory, or a step directory in "
-                "its checkpoints/"
-            )
-        step_dir = root / str(steps[-1])
+        raise CheckpointError(
+            f"{path} contains no checkpoint: expected a run directory, or a step directory in its "
+            "checkpoints/"
+        )
     card = step_dir.parent.parent / "model"
     if not (card / "config.json").is_file():
         raise CheckpointError(f"{card} is missing: it describes the model of {step_dir}")
@@ -105,10 +91,10 @@ def save_params(run_dir: Path, params: Any, host: dict[str, Any]) -> Path:
     """Writes a checkpoint that contains only parameters, as step 0 of `run_dir`."""
     root = Path(run_dir).absolute() / "checkpoints"
     root.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(root)
-    begin_step(root, 0)
+    remove_leftovers(root)
+    begin_directory(root / "0")
     items = ocp.args.Composite(params=ocp.args.StandardSave(params), host=ocp.args.JsonSave(host))
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         checkpointer.save(root / "0", args=items)
-    finish_step(root, 0)
+    finish_step(root / "0")
     return root / "0"

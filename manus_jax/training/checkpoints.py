@@ -20,7 +20,13 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from manus_jax.data_proto import DataProto
-from manus_jax.files import DamagedError, verify_checksums
+from manus_jax.files import (
+    CHECKSUMS,
+    DamagedError,
+    begin_directory,
+    remove_directory,
+    verify_checksums,
+)
 from manus_jax.learner.update import TrainState
 from manus_jax.models import orbax_params
 from manus_jax.models.orbax_params import CheckpointError
@@ -59,7 +65,7 @@ class Checkpoints:
         )
         if self._job.primary:
             self.directory.mkdir(parents=True, exist_ok=True)
-            orbax_params.remove_unfinished(self.directory)
+            orbax_params.remove_leftovers(self.directory)
 
     def latest(self) -> int | None:
         """The step of the newest intact checkpoint; None if there are no checkpoints.
@@ -90,7 +96,7 @@ class Checkpoints:
         if damaged:
             step, problem = next(iter(damaged.items()))
             reason = (
-                "strict_resume is set: unset it to continue from an older one"
+                "and strict_resume is set: unset it to continue from an older one"
                 if self._strict
                 else f"and no other one in {self.directory} is intact: restore it from a copy, or "
                 "remove the directory to start again"
@@ -129,21 +135,21 @@ class Checkpoints:
             items[params] = ocp.args.StandardSave(states[part].params)
             items[optimizer] = ocp.args.StandardSave(_rest(states[part]))
         if self._job.primary:
-            orbax_params.begin_step(self.directory, step)
+            begin_directory(self.directory / str(step))
         self._checkpointer.save(self.directory / str(step), args=ocp.args.Composite(**items))
         if self._job.primary:
             self._finishing = self._thread.submit(self._finish, step)
 
     def _finish(self, step: int) -> None:
         self._checkpointer.wait_until_finished()
-        orbax_params.finish_step(self.directory, step)
+        orbax_params.finish_step(self.directory / str(step))
         steps = orbax_params.list_steps(self.directory)
         kept = set(steps if self._keep is None else steps[-self._keep :])
         scores = {s: score for s in steps if (score := self._score(s)) is not None}
         if self._best and scores:
             kept.add(max(scores, key=lambda s: (scores[s], s)))
         for old in set(steps) - kept:
-            orbax_params.remove_step(self.directory, old)
+            remove_directory(self.directory / str(old), CHECKSUMS)
 
     def _score(self, step: int) -> float | None:
         try:

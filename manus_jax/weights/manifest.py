@@ -92,21 +92,8 @@ def version_directory(root: Path, number: int) -> Path:
 
 def published_versions(root: Path) -> list[int]:
     """Numbers of the complete versions in `root`, ascending."""
-    return [number for number in _numbers(root) if _is_complete(root, number)]
-
-
-def incomplete_versions(root: Path) -> list[int]:
-    """Numbers of versions whose publisher was killed while it wrote or removed them."""
-    return [number for number in _numbers(root) if not _is_complete(root, number)]
-
-
-def _numbers(root: Path) -> list[int]:
-    names = (path.name for path in root.glob("*"))
+    names = (path.parent.name for path in root.glob(f"*/{MANIFEST}"))
     return sorted(int(name) for name in names if name.isdecimal() and name == f"{int(name):08d}")
-
-
-def _is_complete(root: Path, number: int) -> bool:
-    return (version_directory(root, number) / MANIFEST).exists()
 
 
 def read_manifest(root: Path, number: int) -> Manifest:

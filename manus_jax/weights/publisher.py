@@ -18,7 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from manus_jax.files import sync_directory, write_checksums
+from manus_jax.files import (
+    begin_directory,
+    end_directory,
+    remove_directory,
+    remove_unfinished,
+    sync_directory,
+    write_checksums,
+)
 from manus_jax.models.huggingface import ModelCard
 from manus_jax.weights import delta
 from manus_jax.weights.host_tensors import host_bytes, tensor_sources
@@ -31,7 +38,6 @@ from manus_jax.weights.manifest import (
     Identity,
     Manifest,
     WeightsError,
-    incomplete_versions,
     published_versions,
     read_manifest,
     version_directory,
@@ -78,8 +84,7 @@ class Publisher:
         self._started = False
         with _disk_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
-            for number in incomplete_versions(self.root):
-                _remove(version_directory(self.root, number))
+            remove_unfinished(self.root, MANIFEST)
         self._last = Mirror(scratch)
 
     def publish(self, params: Any, version: int) -> Published:
@@ -93,11 +98,16 @@ class Publisher:
                 f"version {version} is not newer than {base.number}, the last published version"
             )
         directory = version_directory(self.root, version)
+        if directory.exists():
+            raise WeightsError(f"{directory} exists and is not a published version")
         # The copy of the last version is overwritten here: after a failure, publish a snapshot.
         self._last.held = None
         with _disk_errors(self.root), contextlib.ExitStack() as on_failure:
-            on_failure.callback(_remove, directory)
+            begin_directory(directory)
+            on_failure.callback(remove_directory, directory, MANIFEST)
+            directory.mkdir()
             published = self._write(params, Identity(version, uuid.uuid4().hex), base, directory)
+            end_directory(directory)
             on_failure.pop_all()
         self._last.held = published.identity
         self._since_snapshot = 0 if published.snapshot_bytes else self._since_snapshot + 1
@@ -111,7 +121,7 @@ class Publisher:
         """Removes versions from `version` on and continues with deltas if that is possible."""
         for number in published_versions(self.root):
             if number >= version:
-                _remove(version_directory(self.root, number))
+                remove_directory(version_directory(self.root, number), MANIFEST)
         found = newest(self.root)
         if found is None:
             return
@@ -131,7 +141,6 @@ class Publisher:
             self._last.store = TensorStore(self._specs, self._last.directory)
         store = self._last.store
         assert store is not None
-        directory.mkdir()
         files: dict[str, FileRecord] = {}
         with contextlib.ExitStack() as stack:
             whole = moved = None
@@ -208,13 +217,7 @@ def prune(root: Path) -> None:
     oldest = snapshots[-_KEPT_SNAPSHOTS]
     for number in numbers:
         if number < oldest:
-            _remove(version_directory(root, number))
-
-
-def _remove(directory: Path) -> None:
-    """Deletes a version; without its manifest, nobody takes the rest for one."""
-    (directory / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(directory, ignore_errors=True)
+            remove_directory(version_directory(root, number), MANIFEST)
 
 
 @contextlib.contextmanager

@@ -350,5 +350,6 @@ def test_a_model_without_a_chat_template_is_refused(
     bare = tmp_path / "bare"
     save_hf(source.load(None), source.card, bare)
     (bare / "chat_template.jinja").unlink()
+    (bare / "SHA256SUMS").unlink()
     params = arguments(tmp_path / "out", [str(bare)], *MODEL)
     assert "has no chat template" in error_of(capsys, monkeypatch, *params)

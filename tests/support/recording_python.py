@@ -43,4 +43,5 @@ def snapshot(root, number=1):
     directory = root / f"{number:08d}" / "full"
     directory.mkdir(parents=True)
     (directory / "config.json").write_text("{}")
+    (directory.parent / "manifest.json").write_text("{}")
     return directory

@@ -133,6 +133,19 @@ def test_places_without_a_checkpoint_say_what_was_expected(tmp_path):
         find_checkpoint(tmp_path)
 
 
+def test_runs_and_steps_are_told_apart_whatever_the_directory_above_is_called(tmp_path):
+    runs = tmp_path / "checkpoints"  # where someone keeps runs
+    step = runs / "5" / "checkpoints" / "4"
+    step.mkdir(parents=True)
+    (runs / "5" / "model").mkdir()
+    (runs / "5" / "model" / "config.json").write_text("{}")
+    for path in (runs / "5", runs / "5" / "checkpoints", step):
+        assert find_checkpoint(path) == (step, runs / "5" / "model")
+    for path in (step.with_name("99"), tmp_path / "none"):
+        with pytest.raises(CheckpointError, match="contains no checkpoint"):
+            find_checkpoint(path)
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     state, _ = new_state((8, 1, 1))
     checkpoints = Checkpoints(tmp_path)

@@ -21,7 +21,6 @@ from manus_jax.models.transformer import Compute, Transformer, abstract_model
 from manus_jax.weights.manifest import (
     FULL,
     WeightsError,
-    incomplete_versions,
     published_versions,
     read_manifest,
     version_directory,
@@ -140,6 +139,16 @@ def test_a_run_that_went_back_replaces_what_it_had_published(publisher, mirror, 
     again.close()
 
 
+def test_directories_that_are_not_versions_are_left_alone(tmp_path):
+    (tmp_path / "20260101").mkdir()
+    (tmp_path / "20260101" / "notes").write_text("")
+    publisher = Publisher(tmp_path, CARD)
+    publisher.publish(model(), 3)
+    publisher.close()
+    assert published_versions(tmp_path) == [3]
+    assert (tmp_path / "20260101" / "notes").exists()
+
+
 def test_a_version_must_be_newer_than_the_last(publisher):
     publisher.publish(model(), 3)
     with pytest.raises(WeightsError, match="version 3 is not newer than 3"):
@@ -232,7 +241,7 @@ def test_a_publisher_killed_while_writing_leaves_only_whole_versions(tmp_path, m
     for _ in range(3):
         process.stdout.readline()
     deadline = time.monotonic() + 60
-    while not incomplete_versions(root) and time.monotonic() < deadline:
+    while not list(root.glob(".unfinished-*")) and time.monotonic() < deadline:
         pass
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -240,7 +249,8 @@ def test_a_publisher_killed_while_writing_leaves_only_whole_versions(tmp_path, m
     mirror.advance(root, last)
     assert mirror.held.number == last
     publisher = Publisher(root, CARD)
-    assert not incomplete_versions(root)
+    assert not list(root.glob(".*"))
+    assert [int(path.name) for path in sorted(root.iterdir())] == published_versions(root)
     publisher.publish(model(), last + 1)
     publisher.close()
 
