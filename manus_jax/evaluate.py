@@ -7,6 +7,7 @@ from manus_jax.config.commands import READS, read_evaluate_config
 from manus_jax.config.run_config import config_text
 from manus_jax.evaluation import comparison
 from manus_jax.rollout.build_rollout import read_with_engine, with_engine_settings
+from manus_jax.status import recorded
 
 
 def main(arguments: list[str]) -> None:
@@ -14,13 +15,14 @@ def main(arguments: list[str]) -> None:
     args = parser.parse_args(arguments)
     settings = with_engine_settings(read_evaluate_config(args.gin_file, args.gin_param))
     read = read_with_engine(READS["evaluate"], settings.engine.name)
-    results = comparison.run(settings, config_text(settings, read))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
-    console.print(comparison.comparison_table(results, settings.evaluate.samples))
-    print(f"results                  {settings.evaluate.out_dir}/evaluation.json")
-    comparison.refuse_unplayed(results)
+    with recorded("evaluate", settings.status.every_s, settings.status.watchdog_minutes):
+        results = comparison.run(settings, config_text(settings, read))
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=140)
+        console.print(comparison.comparison_table(results, settings.evaluate.samples))
+        print(f"results                  {settings.evaluate.out_dir}/evaluation.json")
+        comparison.refuse_unplayed(results)
 
 
 if __name__ == "__main__":

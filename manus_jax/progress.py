@@ -17,6 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from manus_jax.status import STATUS
+
 
 class ProgressLine:
     """`with ProgressLine("sft", total, start) as line: line.update(step, {"loss": 1.2})`."""
@@ -39,6 +41,7 @@ class ProgressLine:
         self._task = self._bar.add_task(title, total=total, completed=start, numbers="")
 
     def __enter__(self) -> "ProgressLine":
+        STATUS.enter_stage(self._title, self._total, self._start)
         self._bar.start()
         return self
 
@@ -47,6 +50,7 @@ class ProgressLine:
 
     def update(self, done: int, numbers: Mapping[str, float]) -> None:
         """Shows `done` of the total, and `numbers`."""
+        STATUS.finish_step(done)
         text = "  ".join(f"{k} {v:,.4g}" for k, v in numbers.items())
         self._bar.update(self._task, completed=done, numbers=text)
         now = time.monotonic()

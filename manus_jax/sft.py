@@ -5,6 +5,7 @@ from pathlib import Path
 from manus_jax import command
 from manus_jax.config.commands import READS, read_sft_config
 from manus_jax.config.run_config import config_text
+from manus_jax.status import recorded
 from manus_jax.training import supervised
 from manus_jax.training.job import joined
 from manus_jax.training.run_directory import disk_errors
@@ -15,7 +16,11 @@ def main(arguments: list[str]) -> None:
     args = parser.parse_args(arguments)
     settings = read_sft_config(args.gin_file, args.gin_param)
     sft = settings.sft
-    with joined(settings.distributed) as job, disk_errors(Path(sft.run_dir)):
+    with (
+        joined(settings.distributed) as job,
+        recorded("sft", settings.status.every_s, settings.status.watchdog_minutes),
+        disk_errors(Path(sft.run_dir)),
+    ):
         last = supervised.run(settings, config_text(settings, READS["sft"]), job)
     if not job.primary:
         return

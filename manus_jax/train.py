@@ -7,6 +7,7 @@ from manus_jax import command
 from manus_jax.config.commands import READS, read_train_config
 from manus_jax.config.run_config import config_text
 from manus_jax.rollout.build_rollout import read_with_engine, with_engine_settings
+from manus_jax.status import STATUS, recorded
 from manus_jax.training.build import open_trainer
 from manus_jax.training.job import joined
 from manus_jax.training.run_directory import disk_errors
@@ -21,13 +22,18 @@ def main(arguments: list[str]) -> None:
     train = settings.train
     written = config_text(settings, read_with_engine(READS["train"], settings.engine.name))
     settings = dataclasses.replace(settings, engine_settings=claim_gpus(settings.engine_settings))
-    with joined(settings.distributed) as job, disk_errors(Path(train.run_dir)):
+    with (
+        joined(settings.distributed) as job,
+        recorded("train", settings.status.every_s, settings.status.watchdog_minutes),
+        disk_errors(Path(train.run_dir)),
+    ):
         if job.count > 1:
             check_single_process(settings.engine_settings)
         with open_trainer(settings, written, job) as trainer:
             trainer.run()
             if train.export and not train.val_only:
-                trainer.export()
+                with STATUS.phase("export"):
+                    trainer.export()
         if job.primary:
             print_summary(trainer.directory, train.baselines, train.next_command)
 

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-FOUNDATION = {"errors", "files", "limits", "progress", "registry"}
+FOUNDATION = {"errors", "files", "limits", "progress", "registry", "status"}
 """What every package of manus_jax may import."""
 
 ALLOWED: dict[str, set[str]] = {
@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "limits": set(),
     "progress": set(),
     "registry": set(),
+    "status": set(),
     "command": set(),
     "config": set(),
     "data_proto": set(),

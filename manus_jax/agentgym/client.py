@@ -16,6 +16,7 @@ from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind, shorten
 from manus_jax.agentgym.rewards import EpisodeReward
 from manus_jax.agentgym.table import EnvironmentRow
 from manus_jax.config.server_settings import EnvPoolSettings
+from manus_jax.status import STATUS
 
 _CLOSE_TIMEOUT = 10.0
 
@@ -179,7 +180,8 @@ class Session:
 
     def _call(self, route: str, method: str, body: Any = None) -> Any:
         self._check_incarnation(route)
-        answer = self._connection.json(method, f"{self.row.prefix}/{route}", body)
+        with STATUS.working(f"{self.row.name} server {self.root}: {route}"):
+            answer = self._connection.json(method, f"{self.row.prefix}/{route}", body)
         # The server may have been replaced during the call.
         self._check_incarnation(route)
         return answer

@@ -127,9 +127,10 @@ class LeaseGroup:
             with self._changed:
                 lease.incarnation.ids.discard(lease.id)
 
-    def urls(self) -> tuple[str, ...]:
+    def problems(self) -> dict[str, str]:
+        """Why each server is down, by URL; "" if it is up."""
         with self._changed:
-            return tuple(self._servers)
+            return {url: server.state.health.problem for url, server in self._servers.items()}
 
     def put(self, address: str, instead_of: str | None) -> None:
         with self._changed:

@@ -69,6 +69,10 @@ class EnvironmentPool:
         """Removes a server permanently; leases that find no other server report the reason."""
         self._group(env).drop(url, reason)
 
+    def problems(self) -> dict[str, str]:
+        """Why each server is down, by URL; "" if it is up."""
+        return {u: p for group in self._groups.values() for u, p in group.problems().items()}
+
     def counters(self) -> dict[str, int]:
         """Counts since the start: ENV/leases, ENV/refusals/KIND, ENV/failures/KIND."""
         return {

@@ -31,6 +31,7 @@ from manus_jax.config.settings import (
     RolloutSettings,
     ScratchSettings,
     SftSettings,
+    StatusSettings,
     TrainSettings,
     WarmStartSettings,
 )
@@ -53,6 +54,7 @@ class TrainConfig:
     mesh: MeshSettings
     compute: ComputeSettings
     distributed: DistributedSettings = dataclasses.field(default_factory=DistributedSettings)
+    status: StatusSettings = dataclasses.field(default_factory=StatusSettings)
     env_pool: EnvPoolSettings = dataclasses.field(default_factory=EnvPoolSettings)
     engine_settings: Any = None  # the chosen engine's own group, e.g. VllmSettings
 
@@ -67,6 +69,7 @@ class SftConfig:
     mesh: MeshSettings
     compute: ComputeSettings
     distributed: DistributedSettings = dataclasses.field(default_factory=DistributedSettings)
+    status: StatusSettings = dataclasses.field(default_factory=StatusSettings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +78,7 @@ class EvaluateConfig:
     env: EnvSettings
     rollout: RolloutSettings
     engine: EngineSettings
+    status: StatusSettings = dataclasses.field(default_factory=StatusSettings)
     env_pool: EnvPoolSettings = dataclasses.field(default_factory=EnvPoolSettings)
     engine_settings: Any = None  # the chosen engine's own group, e.g. VllmSettings
 

@@ -115,6 +115,14 @@ class DistributedSettings:
         )
 
 
+@settings("status", may_change=True)
+class StatusSettings:
+    """`status.json` and the watchdog (docs/operations.md)."""
+
+    every_s: float = setting(default=5.0, at_least=0.1, at_most=3600)  # between writes
+    watchdog_minutes: float = setting(default=10.0, at_least=0, at_most=10_000)  # 0: off
+
+
 @settings("optimizer")
 class OptimizerSettings:
     lr: float = setting(default=1e-6, above=0, at_most=10)

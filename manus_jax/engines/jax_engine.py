@@ -42,6 +42,7 @@ from manus_jax.engines.protocol import (
 from manus_jax.engines.slots import Slot, SlotTable, prefill_pieces
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Params
+from manus_jax.status import STATUS
 
 Decode = Callable[[list[int]], str]
 
@@ -219,10 +220,11 @@ class JaxEngine:
         reason = "the engine is closed"
         try:
             while self._take_inbox():
-                self._drop_cancelled()
-                self._admit()
-                self._fill_some()
-                self._decode_some()
+                with STATUS.working("embedded engine"):
+                    self._drop_cancelled()
+                    self._admit()
+                    self._fill_some()
+                    self._decode_some()
         except Exception as error:  # reported to all pending requests
             reason = f"the engine failed: {type(error).__name__}: {error}"
         with self._inbox:

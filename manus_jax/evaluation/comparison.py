@@ -36,6 +36,7 @@ from manus_jax.rollout.llm_player import ChatTokenizer, EngineAgent
 from manus_jax.rollout.player import Agent
 from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory
 from manus_jax.rollout.trajectory_files import write_trajectories
+from manus_jax.status import STATUS
 
 
 class EvaluationError(UserError, RuntimeError):
@@ -201,6 +202,7 @@ def _make_directory(path: str, operative_config: str) -> Path:
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(out_dir / "config.gin", operative_config)
+        STATUS.use_directory(out_dir)
     except OSError as error:
         raise ConfigError(f"evaluate.out_dir {out_dir} cannot be written: {error}") from None
     return out_dir

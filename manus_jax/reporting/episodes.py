@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tokenizers import Tokenizer
 
+from manus_jax.reporting.run_data import lines_of
 from manus_jax.rollout.trajectory import FailedEpisode, Trajectory, Turn
 from manus_jax.rollout.trajectory_files import LoggedEpisode, parse_episode
 
@@ -28,19 +29,27 @@ T = TypeVar("T")
 
 
 def browser_data(run: Path, characters: int = CHARACTERS) -> dict[str, Any]:
-    """The selected files in order of their steps, and the total number of files."""
+    """The selected files in order of their steps, the total number of files, and problems."""
     training, validation = _files(run / "trajectories")
     chosen = evenly_spaced(training, TRAIN_FILES)
     chosen += evenly_spaced(validation, VALIDATION_FILES)
     chosen.sort(key=lambda numbered: numbered[0])
-    texts = TokenTexts.of_model(run / "model") if chosen else None
+    problems: list[str] = []
+    texts = TokenTexts.of_model(run / "model", problems) if chosen else None
     shown: list[dict[str, Any]] = []
     left = characters
     for index, (step, path) in enumerate(chosen):
-        file = _file(step, path, texts, left // (len(chosen) - index))
+        try:
+            file = _file(step, path, texts, left // (len(chosen) - index))
+        except OSError as error:
+            problems.append(f"{path.name} cannot be read: {error}")
+            continue
         left -= file.pop("characters")
         shown.append(file)
-    return {"files": shown, "total_files": len(training) + len(validation)}
+        if file["unreadable"]:
+            problems.append(f"{file['unreadable']} episodes of {path.name} could not be parsed")
+    total = len(training) + len(validation)
+    return {"files": shown, "total_files": total, "problems": problems}
 
 
 def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
@@ -57,23 +66,31 @@ def _files(folder: Path) -> tuple[list[tuple[int, Path]], list[tuple[int, Path]]
     training: list[tuple[int, Path]] = []
     validation: list[tuple[int, Path]] = []
     for path in folder.glob("*.jsonl"):
-        if match := re.fullmatch(r"(val_)?(\d+)", path.stem):
+        match = re.fullmatch(r"(val_)?([0-9]{1,15})", path.stem)
+        if match and path.is_file():
             (validation if match[1] else training).append((int(match[2]), path))
     return sorted(training), sorted(validation)
 
 
 def _file(step: int, path: Path, texts: "TokenTexts | None", characters: int) -> dict[str, Any]:
-    lines = path.read_bytes().splitlines()
-    count = min(len(lines), CANDIDATES)
+    total = sum(1 for _ in lines_of(path))
+    count = min(total, CANDIDATES)
+    chosen = {i * total // count for i in range(count)}
     candidates, unreadable = [], 0
-    for number in (i * len(lines) // count for i in range(count)):
-        try:
-            candidates.append((number, parse_episode(lines[number])))
-        except ValueError:
-            unreadable += 1
+    for number, line in enumerate(lines_of(path)):
+        if number in chosen:
+            try:
+                with np.errstate(over="ignore"):  # a damaged number can exceed float32
+                    candidates.append((number, parse_episode(line)))
+            except Exception:  # a damaged line can be wrong in any way
+                unreadable += 1
     episodes, used = [], 0
     for number, logged in _interleaved(candidates):
-        record = _record(logged, texts) | {"number": number}
+        try:
+            record = _record(logged, texts) | {"number": number}
+        except Exception:  # as above
+            unreadable += 1
+            continue
         size = len(json.dumps(record))
         if used + size <= characters:
             used += size
@@ -83,7 +100,7 @@ def _file(step: int, path: Path, texts: "TokenTexts | None", characters: int) ->
     return {
         "step": step,
         "validation": path.stem.startswith("val_"),
-        "total": len(lines),
+        "total": total,
         "unreadable": unreadable,
         "episodes": sorted(episodes, key=lambda record: record["number"]),
         "characters": used,
@@ -97,8 +114,8 @@ def _interleaved(
     kinds: dict[Any, list[tuple[int, LoggedEpisode]]] = collections.defaultdict(list)
     for numbered in candidates:
         outcome = numbered[1].outcome
-        won = outcome.success if isinstance(outcome, Trajectory) else None
-        kinds[outcome.spec.task.env, won].append(numbered)
+        won = bool(outcome.success) if isinstance(outcome, Trajectory) else None
+        kinds[str(outcome.spec.task.env), won].append(numbered)
     longest = max(map(len, kinds.values()), default=0)
     return [kind[i] for i in range(longest) for kind in kinds.values() if i < len(kind)]
 
@@ -106,24 +123,25 @@ def _interleaved(
 def _record(logged: LoggedEpisode, texts: "TokenTexts | None") -> dict[str, Any]:
     outcome = logged.outcome
     task = outcome.spec.task
-    record: dict[str, Any] = {"id": task.item_id, "uid": outcome.spec.uid, "env": task.env or ""}
+    names = {"id": task.item_id, "uid": outcome.spec.uid, "env": task.env or ""}
+    record: dict[str, Any] = {key: shortened(str(name)) for key, name in names.items()}
     if isinstance(outcome, FailedEpisode):
-        failed = {"kind": outcome.kind, "error": shortened(outcome.error)}
+        failed = {"kind": str(outcome.kind), "error": shortened(outcome.error)}
         return record | {"failed": failed, "attempts": outcome.attempts}
     turns = [
         _turn_record(turn, outcome, logged.advantages, number, texts)
         for number, turn in enumerate(outcome.turns)
     ]
     return record | {
-        "won": outcome.success,
+        "won": bool(outcome.success),
         "reward": _short(outcome.episode_reward),
         "env_reward": _short(outcome.env_reward),
         "parts": {k: _short(v) for k, v in outcome.score.components.items()}
         if outcome.score
         else {},
-        "end": outcome.end_reason,
+        "end": str(outcome.end_reason),
         "attempts": outcome.attempts,
-        "opening": [[message.role, shortened(message.content)] for message in outcome.opening],
+        "opening": [[str(m.role), shortened(m.content)] for m in outcome.opening],
         "first": shortened(outcome.first_observation),
         "turns": turns,
     }
@@ -141,7 +159,7 @@ def _turn_record(
         "action": None if turn.action is None else shortened(turn.action),
         "observation": shortened(turn.observation),
         "reward": _short(trajectory.turn_rewards[number]),
-        "cut": turn.cut,
+        "cut": bool(turn.cut),
         "seconds": [round(turn.generation_seconds, 2), round(turn.environment_seconds, 2)],
     }
     if texts is None or not trajectory.segments:
@@ -178,17 +196,28 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
+        self._size = tokenizer.get_vocab_size()
 
     @classmethod
-    def of_model(cls, directory: Path) -> "TokenTexts | None":
-        """None if the run has no tokenizer; turns then have no text per token."""
+    def of_model(cls, directory: Path, problems: list[str]) -> "TokenTexts | None":
+        """None if the run has no usable tokenizer; turns then have no text per token."""
         path = directory / "tokenizer.json"
-        return cls(Tokenizer.from_file(str(path))) if path.is_file() else None
+        if not path.is_file():
+            return None
+        try:
+            return cls(Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises no narrower class
+            problems.append(f"model/tokenizer.json is damaged, so no tokens are shown: {error}")
+            return None
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
         texts: list[str] = []
         pending: list[int] = []
         for place, token in enumerate(ids):
+            if not 0 <= token < self._size:
+                texts.append(f"<{token}>")  # not in the vocabulary
+                pending = []
+                continue
             pending.append(token)
             text = self._tokenizer.decode(pending, skip_special_tokens=False)
             # A UTF-8 character has at most four bytes.

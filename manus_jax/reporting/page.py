@@ -9,45 +9,67 @@ import base64
 import hashlib
 import html
 import json
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from manus_jax.files import write_atomically
 from manus_jax.reporting import curves, episodes
-from manus_jax.reporting.run_data import ReportError, RunData, read_run
+from manus_jax.reporting.run_data import ReportError, RunData, expanded, read_run
 
 _SCRIPTS = ("elements.js", "charts.js", "time.js", "episodes.js", "main.js")
 
 
-def write_report(run: Path, out: Path | None = None) -> Path:
-    """Writes the report of a run directory to `out`, by default its `report.html`."""
-    run = Path(run).expanduser()
-    out = run / "report.html" if out is None else Path(out).expanduser()
-    page = render(report_data(run))
+def write_report(
+    run: Path, out: Path | None = None, warn: Callable[[str], None] = lambda problem: None
+) -> Path:
+    """Writes the report of a run directory to `out`, by default its `report.html`.
+
+    `warn` is called with each problem of the run's files, which the page also shows.
+    """
+    run = expanded(run)
+    out = run / "report.html" if out is None else expanded(out)
+    data = report_data(run)
+    for problem in data["run"]["problems"]:
+        warn(problem)
     try:
-        write_atomically(out, page)
+        write_atomically(out, render(data))
     except OSError as error:
-        raise ReportError(f"the report {out} cannot be written: {error}") from None
+        raise ReportError(f"the report {out} cannot be written: {error.strerror}") from None
     return out
 
 
 def report_data(run: Path) -> dict[str, Any]:
-    """The data of the page as JSON."""
+    """The data of the page as JSON; numbers that are not finite are null."""
     data = read_run(run)
     series = curves.all_series(data.metrics)
     # Most metrics have the same steps, so each distinct list of steps is stored once.
     axes = {axis: i for i, axis in enumerate(dict.fromkeys(tuple(s) for s, _ in series.values()))}
-    return {
-        "run": _facts(data),
+    browser = episodes.browser_data(run)
+    problems = [*data.problems, *browser.pop("problems")]
+    if data.unreadable:
+        problems.append(f"{data.unreadable} lines of metrics.jsonl could not be parsed")
+    report = {
+        "run": _facts(data) | {"problems": problems},
         "axes": [list(axis) for axis in axes],
         "series": {n: [axes[tuple(steps)], values] for n, (steps, values) in series.items()},
         "charts": curves.charts(series),
         "phases": curves.phases(data.metrics),
         "environments": curves.environments(data.metrics),
-        "episodes": episodes.browser_data(run),
+        "episodes": browser,
         "config": data.config,
     }
+    return _without_non_finite(report)
+
+
+def _without_non_finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_non_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _facts(data: RunData) -> dict[str, Any]:
@@ -55,12 +77,11 @@ def _facts(data: RunData) -> dict[str, Any]:
     total = bindings.get("train.total_steps") or bindings.get("sft.total_steps")
     return {
         "name": data.path.resolve().name,
-        "step": int(data.metrics[-1]["step"]) if data.metrics else None,
-        "total_steps": int(total) if total and total.isdigit() else None,
-        "unreadable": data.unreadable,
+        "step": data.metrics[-1]["step"] if data.metrics else None,
+        "total_steps": int(total) if total and total.isdecimal() else None,
         "written": data.written,
         "seconds": sum(line.get("timing_s/step", 0.0) for line in data.metrics),
-        "episodes": int(sum(line.get("rollout/episodes", 0.0) for line in data.metrics)),
+        "episodes": sum(line.get("rollout/episodes", 0.0) for line in data.metrics),
         "recipe": bindings.get("algorithm.recipe", "").strip("'\""),
     }
 

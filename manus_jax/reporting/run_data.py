@@ -1,19 +1,23 @@
-"""The data of a run, read while it may still be running.
+"""The data of a run, read while it may still be running, or after it was damaged.
 
-An incomplete last line is skipped, and missing files are treated as empty. Only a directory without
-`metrics.jsonl` is an error.
+Missing files are treated as empty. What cannot be read is skipped and reported in `problems`. Only
+a directory without any file of a run is an error.
 """
 
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.run_config import read_bindings
 from manus_jax.errors import UserError
+
+LINE_BYTES = 64 << 20
+CONFIG_BYTES = 1 << 20
+_SIGNS = ("metrics.jsonl", "config.gin", "status.json", "trajectories")
 
 
 class ReportError(UserError, ValueError):
@@ -24,56 +28,93 @@ class ReportError(UserError, ValueError):
 class RunData:
     path: Path
     config: str  # config.gin; empty if it does not exist
+    bindings: Mapping[str, str]  # of the config, as text; none if it is damaged
     metrics: tuple[Mapping[str, float], ...]  # one per step, in order, including the key "step"
     unreadable: int  # lines of metrics.jsonl that could not be parsed
     written: float  # modification time of metrics.jsonl, in seconds since 1970
+    problems: list[str]  # what else could not be read
 
-    @property
-    def bindings(self) -> dict[str, str]:
-        """The bindings of the config; none if it is damaged."""
-        try:
-            return {name: repr(value) for name, value in read_bindings(self.config).items()}
-        except ConfigError:
-            return {}
+
+def expanded(path: Path) -> Path:
+    """The path with the user's home directory; raises ReportError for one that cannot exist."""
+    try:
+        path = path.expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ReportError(f"{str(path)[:200]!r} is not a usable path: {reason}") from None
+    return path
 
 
 def read_run(path: Path) -> RunData:
     """Reads a run directory; raises ReportError if it is not one."""
-    metrics_file = path / "metrics.jsonl"
-    if not metrics_file.is_file():
+    if not any((path / name).exists() for name in _SIGNS):
         raise ReportError(_why_not(path))
-    metrics, unreadable = read_metrics(metrics_file)
-    config = path / "config.gin"
-    return RunData(
-        path=path,
-        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
-        metrics=metrics,
-        unreadable=unreadable,
-        written=metrics_file.stat().st_mtime,
-    )
+    problems: list[str] = []
+    config, bindings = _read_config(path / "config.gin", problems)
+    metrics_file = path / "metrics.jsonl"
+    metrics: tuple[Mapping[str, float], ...] = ()
+    unreadable = 0
+    try:
+        if metrics_file.is_file():
+            metrics, unreadable, not_finite = read_metrics(metrics_file)
+            if not_finite:
+                problems.append(f"{not_finite} values of metrics.jsonl are not finite numbers")
+    except OSError as error:
+        problems.append(f"metrics.jsonl cannot be read: {error}")
+    written = (metrics_file if metrics_file.exists() else path).stat().st_mtime
+    return RunData(path, config, bindings, metrics, unreadable, written, problems)
 
 
-def read_metrics(path: Path) -> tuple[tuple[Mapping[str, float], ...], int]:
-    """The finite values of every step, and the number of lines that could not be parsed.
+def read_metrics(path: Path) -> tuple[tuple[Mapping[str, float], ...], int, int]:
+    """The finite values of every step, the unreadable lines, and the values that are not finite.
 
     Lines of the same step are merged; later values win.
     """
     steps: dict[int, dict[str, float]] = {}
-    unreadable = 0
-    for line in path.read_bytes().splitlines():
+    unreadable = not_finite = 0
+    for line in lines_of(path):
         try:
             record = json.loads(line)
             step = int(record["step"])
-        except (ValueError, KeyError, TypeError):
+            values = {name: float(x) for name, x in record.items() if _is_number(x)}
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             unreadable += 1
             continue
-        numbers = {name: float(x) for name, x in record.items() if _is_number(x)}
-        steps.setdefault(step, {}).update(numbers | {"step": float(step)})
-    return tuple(steps[step] for step in sorted(steps)), unreadable
+        finite = {name: x for name, x in values.items() if math.isfinite(x)}
+        not_finite += len(values) - len(finite)
+        steps.setdefault(step, {}).update(finite | {"step": float(step)})
+    return tuple(steps[step] for step in sorted(steps)), unreadable, not_finite
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of a file; of a line that is too long, the first LINE_BYTES."""
+    with path.open("rb") as file:
+        while line := file.readline(LINE_BYTES):
+            rest = line
+            while rest and not rest.endswith(b"\n"):
+                rest = file.readline(LINE_BYTES)
+            yield line
+
+
+def _read_config(path: Path, problems: list[str]) -> tuple[str, dict[str, str]]:
+    if not path.is_file():
+        return "", {}
+    try:
+        with path.open("rb") as file:
+            text = file.read(CONFIG_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        problems.append(f"config.gin cannot be read: {error}")
+        return "", {}
+    try:
+        return text, {name: repr(value) for name, value in read_bindings(text).items()}
+    except (ConfigError, RecursionError, MemoryError) as error:
+        problems.append(f"config.gin is damaged: {error}")
+        return text, {}
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _why_not(path: Path) -> str:

@@ -26,6 +26,7 @@ from manus_jax.models.loading import PolicySource
 from manus_jax.models.transformer import Params
 from manus_jax.registry import Registry
 from manus_jax.rollout.action_formats import format_for
+from manus_jax.status import STATUS
 from manus_jax.vllm.open_pool import open_vllm
 from manus_jax.vllm.pool import VllmPool
 
@@ -61,6 +62,7 @@ def open_servers(env: EnvSettings, settings: EnvPoolSettings) -> Iterator[Enviro
             pool = stack.enter_context(open_environments(servers, env.servers_per_env, settings))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"env.urls: {error}") from None
+        stack.enter_context(STATUS.serving("environments", pool.problems))
         yield pool
 
 

@@ -25,6 +25,7 @@ from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.player import Answer, EndEpisode, EpisodeContext
 from manus_jax.rollout.prompts import cut_middle, opening, rejoined
 from manus_jax.rollout.trajectory import Segment
+from manus_jax.status import STATUS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -239,7 +240,8 @@ class LLMPlayer:
         seed = turn_seed(self._seed, self._context.spec.uid, turn)
         request = Request(tuple(prompt), sampling, seed, self._session)
         future = self._engine.submit(request)
-        generation = self._context.cancellation.result(future, settings.generation_timeout)
+        with STATUS.working("waiting for the engine"):
+            generation = self._context.cancellation.result(future, settings.generation_timeout)
         _check(generation, sampling)
         return generation
 

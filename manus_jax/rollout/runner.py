@@ -22,6 +22,7 @@ from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.episode import play_episode
 from manus_jax.rollout.player import Agent
 from manus_jax.rollout.trajectory import EpisodeSpec, FailedEpisode, Outcome
+from manus_jax.status import STATUS
 
 _log = logging.getLogger(__name__)
 
@@ -155,6 +156,7 @@ class _Run:
 
     def _work(self, index: int) -> None:
         self._begun.add(index)
+        STATUS.count(episodes_in_flight=1)
         spec = self._specs[index]
         outcome: Outcome
         try:
@@ -166,4 +168,11 @@ class _Run:
             where = traceback.extract_tb(error.__traceback__)[-1]
             message = f"{type(error).__name__}: {error} (in {where.name})"
             outcome = FailedEpisode(spec, "error", message)
+        failed = isinstance(outcome, FailedEpisode)
+        STATUS.count(
+            episodes_in_flight=-1,
+            episodes_finished=int(not failed),
+            episodes_failed=int(failed),
+            tokens=0 if isinstance(outcome, FailedEpisode) else outcome.agent_tokens,
+        )
         self._ended.put((index, outcome))

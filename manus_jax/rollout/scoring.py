@@ -7,6 +7,7 @@ from typing import Literal
 
 from manus_jax.rewards import RewardError, RewardSettings, compute
 from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory
+from manus_jax.status import STATUS
 
 MAX_CONCURRENT = 32
 """The maximum number of episodes scored concurrently."""
@@ -43,7 +44,8 @@ def score_episodes(
         if not isinstance(outcome, Trajectory):
             return outcome
         try:
-            return score_episode(outcome, settings)
+            with STATUS.working(f"reward {settings.function}"):
+                return score_episode(outcome, settings)
         except RewardError as error:
             if on_error == "raise":
                 raise

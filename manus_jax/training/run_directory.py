@@ -22,6 +22,7 @@ from manus_jax.config.binding import ConfigError
 from manus_jax.config.run_config import changed_settings
 from manus_jax.errors import UserError
 from manus_jax.files import remove_leftovers, write_atomically
+from manus_jax.status import STATUS
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
@@ -52,6 +53,7 @@ class RunDirectory:
             if config.exists():
                 _refuse_changes(config.read_text(), operative_config, self.path)
             write_atomically(config, operative_config)
+            STATUS.use_directory(self.path)
         except UnicodeDecodeError as error:
             raise RunDirectoryError(f"{config} is not a gin config: {error}") from None
         except OSError as error:
@@ -80,6 +82,7 @@ class RunDirectory:
         """Appends one line of JSON and flushes it to disk."""
         if not self._writes:
             return
+        STATUS.metrics = dict(metrics)
         with self._metrics.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
             file.flush()

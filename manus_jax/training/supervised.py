@@ -28,6 +28,7 @@ from manus_jax.models.attention import check_platform
 from manus_jax.models.loading import PolicySource
 from manus_jax.models.transformer import Transformer, abstract_model, make_compute
 from manus_jax.progress import ProgressLine
+from manus_jax.status import STATUS
 from manus_jax.training.checkpoints import Checkpoints
 from manus_jax.training.job import Job
 from manus_jax.training.learner_specs import check_memory
@@ -139,6 +140,7 @@ def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
             if held_out_kept and (step % sft.test_freq == 0 or step == sft.total_steps):
                 metrics |= validate() | unigram
             directory.append_metrics({"step": step, **metrics})
+            STATUS.count(tokens=int(means["packing/tokens"]))
             last |= metrics
             stopping = stop.after_step()
             if step % sft.save_freq == 0 or step == sft.total_steps or stopping:

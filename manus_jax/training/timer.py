@@ -4,6 +4,8 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+from manus_jax.status import STATUS
+
 
 class Timer:
     """Seconds per phase of one step; `other` is the time outside all phases."""
@@ -15,7 +17,8 @@ class Timer:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         began = time.monotonic()
-        yield
+        with STATUS.phase(name):
+            yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
 
     def metrics(self) -> dict[str, float]:

@@ -35,6 +35,7 @@ from manus_jax.reporting.page import write_report
 from manus_jax.rollout.batch import RewardAllocation, to_batch
 from manus_jax.rollout.trajectory import Outcome
 from manus_jax.rollout.trajectory_files import write_trajectories
+from manus_jax.status import STATUS
 from manus_jax.training.checkpoints import Checkpoints
 from manus_jax.training.failures import FailureBudget
 from manus_jax.training.job import Job
@@ -133,7 +134,8 @@ class Trainer:
             if start:
                 line.say(f"resumed at step {start}")
             if start == 0 and (train.val_before_train or train.val_only):
-                last |= self._validate(0, train.baselines)
+                with STATUS.phase("testing"):
+                    last |= self._validate(0, train.baselines)
                 self.directory.append_metrics({"step": 0, **last})
                 log(0, last)
                 line.say(_validation_line(0, last))
@@ -191,6 +193,7 @@ class Trainer:
         def update() -> dict[str, float]:
             assert self.rollouts is not None
             self.rollouts.engine.update_weights(params, version)
+            STATUS.version = version
             metrics = {f"engine/{k}": float(v) for k, v in self.rollouts.engine.metrics().items()}
             counters = self.rollouts.pool.counters()
             return metrics | {f"env_pool/{k}": float(v) for k, v in counters.items()}

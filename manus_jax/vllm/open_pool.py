@@ -25,6 +25,7 @@ from manus_jax.servers.processes import (
     answers,
     free_ports,
 )
+from manus_jax.status import STATUS
 from manus_jax.vllm.access import KEY_VARIABLE, read_api_key
 from manus_jax.vllm.addresses import AddressFollower, read_addresses
 from manus_jax.vllm.gpu_partition import group_gpus, split_gpus, visible_gpus
@@ -84,6 +85,7 @@ def open_vllm(
             api_key=read_api_key(None),
             resources=resources,
         )
+        resources.enter_context(STATUS.serving("vllm", pool.problems))
     except BaseException:
         resources.close()
         raise

@@ -25,6 +25,7 @@ from manus_jax.config.server_settings import VllmSettings
 from manus_jax.engines.protocol import EngineError, Generation, Request, check_request
 from manus_jax.models.architecture import Architecture
 from manus_jax.servers.health import BackOff
+from manus_jax.status import STATUS
 from manus_jax.vllm.client import (
     IncompatibleServer,
     RequestRefused,
@@ -209,6 +210,14 @@ class VllmPool:
         self._workers.shutdown()
         self._resources.close()
 
+    def problems(self) -> dict[str, str]:
+        """Why each server is not in service, by URL; "" if it is."""
+        with self._change:
+            return {
+                url: "" if member.ready else member.health.problem or "starting"
+                for url, member in self._members.items()
+            }
+
     def metrics(self) -> dict[str, float]:
         """Current load, and totals per server since it joined."""
         with self._change:
@@ -248,8 +257,9 @@ class VllmPool:
         with member.loading:
             try:
                 capacity, label = self._examine(member)
-                while not self._put_in_service(member, self._load(member, label), capacity):
-                    pass
+                with STATUS.working(f"vLLM server {member.server.url}: new weights"):
+                    while not self._put_in_service(member, self._load(member, label), capacity):
+                        pass
             except ServerFailure as error:
                 with self._change:
                     member.incompatible = isinstance(error, IncompatibleServer)
@@ -324,7 +334,8 @@ class VllmPool:
         other_weights = self._version if self._root is None else None
         outcome: Generation | EngineError
         try:
-            outcome = member.server.generate(job.request, attempt_id, other_weights)
+            with STATUS.working(f"vLLM server {member.server.url}: generation"):
+                outcome = member.server.generate(job.request, attempt_id, other_weights)
         except (RequestRefused, ServerFailure) as error:
             outcome = error
         problem = None

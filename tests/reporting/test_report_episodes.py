@@ -38,7 +38,7 @@ def test_a_turn_shows_its_tokens_with_log_probs_and_advantages(tmp_path: Path) -
 
 def test_a_character_in_several_tokens_is_one_character(tmp_path: Path) -> None:
     directory, tokenizer = new_run(tmp_path)
-    texts = TokenTexts.of_model(directory.model)
+    texts = TokenTexts.of_model(directory.model, [])
     assert texts is not None
     for text in ("\u65e5\u672c go \U0001f389", "\u00fc"):
         ids = tokenizer(text)["input_ids"]
@@ -106,7 +106,7 @@ def test_a_half_written_line_is_counted_and_left_out(tmp_path: Path) -> None:
 
 
 def test_a_run_without_trajectories_has_none(tmp_path: Path) -> None:
-    assert browser_data(tmp_path) == {"files": [], "total_files": 0}
+    assert browser_data(tmp_path) == {"files": [], "total_files": 0, "problems": []}
 
 
 def test_long_texts_lose_their_middle() -> None:

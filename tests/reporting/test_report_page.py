@@ -74,7 +74,8 @@ def test_a_supervised_run_and_one_without_a_step_have_pages(tmp_path: Path) -> N
     )
     data = report_data(tmp_path)
     assert [chart["title"] for chart in data["charts"]] == ["Loss"]
-    assert (data["run"]["unreadable"], data["episodes"]["files"]) == (1, [])
+    assert data["run"]["problems"] == ["1 lines of metrics.jsonl could not be parsed"]
+    assert data["episodes"]["files"] == []
     (tmp_path / "metrics.jsonl").write_text("")
     assert write_report(tmp_path).is_file()
     assert report_data(tmp_path)["run"]["step"] is None
@@ -102,6 +103,12 @@ def test_the_command_writes_where_it_is_told(
             "is not a run directory: it has no metrics.jsonl; it contains the runs run",
         ),
         (["run", "--out", "no/where/page.html"], "no/where/page.html cannot be written"),
+        (["run", "--out", "run"], "run is a directory, not a file"),
+        (["run/metrics.jsonl"], "run/metrics.jsonl is a file"),
+        (["run/metrics.jsonl", "--watch"], "run/metrics.jsonl is a file"),
+        (["a" * 5000], "more than 4096"),
+        (["~nobody_here/run", "--watch"], "is not a usable path: Could not determine home"),
+        (["run", "--out", "~nobody_here/page.html"], "is not a usable path"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -12,7 +12,7 @@ from manus_jax.reporting.run_data import ReportError, read_metrics, read_run
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 2}\n{"step": 2, "a": 3.5}\n{"step": 3, "a": 4')
-    metrics, unreadable = read_metrics(path)
+    metrics, unreadable, _ = read_metrics(path)
     assert list(metrics) == [{"step": 1, "a": 2}, {"step": 2, "a": 3.5}]
     assert unreadable == 1
 
@@ -20,8 +20,8 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
 def test_only_finite_numbers_are_metrics(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": NaN, "b": -Infinity, "c": "x", "d": true, "e": 0}\n[]\n7\n')
-    metrics, unreadable = read_metrics(path)
-    assert (list(metrics), unreadable) == ([{"step": 1, "e": 0}], 2)
+    metrics, unreadable, not_finite = read_metrics(path)
+    assert (list(metrics), unreadable, not_finite) == ([{"step": 1, "e": 0}], 2, 2)
 
 
 def test_lines_of_one_step_are_joined_and_steps_are_in_order(tmp_path: Path) -> None:

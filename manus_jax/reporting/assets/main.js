@@ -46,7 +46,7 @@ function build() {
   const written = new Date(run.written * 1000).toISOString().slice(0, 16).replace("T", " ") + " UTC";
   head.append(el("h1", {}, run.name),
     el("div", { class: "soft" }, [run.recipe, "metrics written " + written].filter(Boolean).join(DOT)), facts());
-  if (run.unreadable) head.append(el("p", { class: "notice" }, run.unreadable + " lines of metrics.jsonl could not be parsed and were skipped."));
+  for (const problem of run.problems) head.append(el("p", { class: "notice" }, problem));
   if (run.step === null) head.append(el("p", { class: "notice" }, "No step has finished yet, so there are no metrics."));
 
   if (DATA.charts.some((chart) => chart.section === "Learning")) {
