@@ -36,8 +36,11 @@ def print_summary(directory: RunDirectory, baselines: tuple[str, ...], next_comm
     lines = [line for line in directory.metrics() if "val/success_rate" in line]
     if lines:
         console.print(progress_table(lines[0], lines[-1], baselines))
-        for episode in _sample_episodes(directory, int(lines[-1]["step"])):
-            console.print(_episode(episode))
+        try:
+            for episode in _sample_episodes(directory, int(lines[-1]["step"])):
+                console.print(_episode(episode))
+        except (OSError, ValueError) as error:  # a finished run stays finished
+            console.print(f"no sample episodes: {error}", soft_wrap=True, markup=False)
     exports = (path for path in directory.path.glob("export/*") if path.name.isdecimal())
     paths = {
         "metrics": directory.path / "metrics.jsonl",
@@ -67,7 +70,7 @@ def progress_table(
     }
     for name, (line, prefix) in rows.items():
         values = [line.get(f"{prefix}/{column}") for column in _COLUMNS]
-        table.add_row(name, *("–" if v is None else f"{v:.3f}" for v in values))
+        table.add_row(name, *(f"{v:.3f}" if isinstance(v, int | float) else "–" for v in values))
     return table
 
 

@@ -58,3 +58,16 @@ def test_the_table_the_episodes_the_paths_and_the_next_command(tmp_path, capsys,
         "manus_jax.train",
         "--gin_file=next.gin",
     ]
+
+
+def test_damaged_episodes_and_leftovers_of_an_export_do_not_fail_a_finished_run(tmp_path, capsys):
+    directory = RunDirectory(tmp_path / "run", "")
+    directory.append_metrics({"step": 2, "val/success_rate": 0.75, "val/score": "?"})
+    (directory.path / "trajectories").mkdir()
+    (directory.path / "trajectories" / "val_2.jsonl").write_bytes(b'{"uid": \xff\n')
+    for name in ("2", ".4.tmp-123", "notes"):
+        (directory.path / "export" / name).mkdir(parents=True)
+    print_summary(directory, (), "")
+    text = capsys.readouterr().out
+    assert "no sample episodes: " in text and "val_2.jsonl line 1 is no trajectory" in text
+    assert "export/2\n" in text
