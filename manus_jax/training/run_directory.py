@@ -50,8 +50,14 @@ class RunDirectory:
             if self._metrics.exists() and not self._metrics.is_file():
                 raise RunDirectoryError(f"{self._metrics} is not a file")
             config = self.path / "config.gin"
-            if config.exists():
-                _refuse_changes(config.read_text(), operative_config, self.path)
+            text = config.read_text() if config.exists() else ""
+            if text.strip():
+                _refuse_changes(text, operative_config, self.path)
+            elif any(self.checkpoints.glob("[0-9]*")):
+                raise RunDirectoryError(
+                    f"{self.path} has checkpoints, but {config} is missing or empty, so their "
+                    "settings are unknown: restore the file, or choose another run_dir"
+                )
             write_atomically(config, operative_config)
             STATUS.use_directory(self.path)
         except UnicodeDecodeError as error:

@@ -153,3 +153,14 @@ def test_a_directory_in_the_place_of_a_file_is_named(tmp_path):
     (tmp_path / "config.gin").mkdir()
     with pytest.raises(RunDirectoryError, match=r"config\.gin"):
         RunDirectory(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_checkpoints_whose_settings_are_lost_are_not_continued(tmp_path, missing):
+    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+    if not missing:
+        (tmp_path / "config.gin").write_text("")
+    with pytest.raises(RunDirectoryError, match=r"config\.gin is missing or empty"):
+        RunDirectory(tmp_path, CONFIG)
+    (tmp_path / "checkpoints" / "4").rmdir()
+    RunDirectory(tmp_path, CONFIG)
