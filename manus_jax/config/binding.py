@@ -167,7 +167,7 @@ def refuse_unread(
     reader: str, unread: Callable[[str], bool], readers: Mapping[str, Collection[str]]
 ) -> None:
     """Raises if a setting is bound that `reader` does not read; the error names the `readers`."""
-    for name in filter(unread, sorted(_parsed.places)):
+    for name in filter(unread, _parsed.places):
         others = ", ".join(who for who, read in readers.items() if name in read)
         raise ConfigError(
             f"{name} is set, but {reader} does not read it; it is read by {others or 'nothing'}"

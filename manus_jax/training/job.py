@@ -12,6 +12,7 @@ import glob
 import importlib.util
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -176,6 +177,8 @@ def connect(settings: DistributedSettings) -> bool:
     wanted = settings.mode == "on" or any(value is not None for value in given) or found
     if settings.mode == "off" or not wanted:
         return False
+    if settings.coordinator is not None:
+        _check_address(settings.coordinator)
     # The collectives between CPU processes; other platforms ignore this option.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
@@ -194,6 +197,17 @@ def connect(settings: DistributedSettings) -> bool:
             "distributed.processes and distributed.process_id, or distributed.mode = 'off'"
         ) from None
     return jax.process_count() > 1
+
+
+def _check_address(coordinator: str) -> None:
+    """Raises ConfigError for a host without an address, for which JAX would end the process."""
+    host, _, port = coordinator.rpartition(":")
+    try:
+        socket.getaddrinfo(host.strip("[]"), port)
+    except OSError as error:
+        raise ConfigError(
+            f"distributed.coordinator = {coordinator!r}: {error.strerror or error}"
+        ) from None
 
 
 def _given(setting: int | None, variable: str) -> int | None:

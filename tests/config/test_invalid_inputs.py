@@ -377,49 +377,43 @@ ARGUMENTS: dict[str, list[list[str]]] = {
 }
 
 
-def cases() -> Iterator[tuple[str, list[str]]]:
+def flags(name, **changed):
+    given = REQUIRED.get(name, {}) | changed
+    return [f"--gin_param={setting} = {value}" for setting, value in given.items()]
+
+
+def cases() -> Iterator[tuple[str, str, list[list[str]]]]:
+    """A command, what is wrong, and the arguments of each case."""
     for name, settings in BINDINGS.items():
+        more = [TOPOLOGY] if name == "plan" else []
         for setting, values in settings.items():
-            for value in values:
-                given = REQUIRED[name] | {setting: value}
-                flags = [f"--gin_param={s} = {v}" for s, v in given.items()]
-                yield name, [*flags, *([TOPOLOGY] if name == "plan" else [])]
+            yield name, setting, [[*flags(name, **{setting: v}), *more] for v in values]
     for name, lists in ARGUMENTS.items():
-        for arguments in lists:
-            given = REQUIRED.get(name, {})
-            yield name, [*(f"--gin_param={s} = {v}" for s, v in given.items()), *arguments]
+        yield name, "arguments", [[*flags(name), *arguments] for arguments in lists]
 
 
 CASES = list(cases())
 
 
-def label(case) -> str:
-    name, arguments = case
-    different = [a for a in arguments if a not in CASES_REQUIRED] or arguments
-    return f"{name} {' '.join(different)}"[:120].encode("ascii", "backslashreplace").decode()
-
-
-CASES_REQUIRED = {
-    f"--gin_param={s} = {v}" for given in REQUIRED.values() for s, v in given.items()
-} | {TOPOLOGY}
-
-
-@pytest.mark.parametrize("case", CASES, ids=label)
-def test_an_input_that_cannot_be_used_is_one_line(case, capsys, monkeypatch):
-    name, arguments = case
-    monkeypatch.setattr(sys, "argv", [name, *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        command.run(COMMANDS[name])
-    printed = capsys.readouterr()
-    lines = [line for line in printed.err.splitlines() if line.startswith("error: ")]
-    assert stopped.value.code == 2, printed
-    assert len(lines) == 1 and len(printed.err.splitlines()) == 1, printed.err
-    assert len(lines[0]) < 1500
-    assert not Path("run").exists() and not Path("out").exists()
+@pytest.mark.parametrize(
+    ("name", "lists"),
+    [(name, lists) for name, _, lists in CASES],
+    ids=[f"{name} {what}" for name, what, _ in CASES],
+)
+def test_an_input_that_cannot_be_used_is_one_line(name, lists, capsys, monkeypatch):
+    for arguments in lists:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            command.run(COMMANDS[name])
+        printed = capsys.readouterr()
+        assert stopped.value.code == 2, (arguments, printed)
+        (line,) = printed.err.splitlines()
+        assert line.startswith("error: ") and len(line) < 1500, arguments
+        assert not Path("run").exists() and not Path("out").exists(), arguments
 
 
 def test_there_are_some_hundred_cases():
-    assert len(CASES) > 450
+    assert sum(len(lists) for _, _, lists in CASES) > 550
 
 
 @pytest.mark.parametrize(
@@ -431,13 +425,11 @@ def test_there_are_some_hundred_cases():
     ],
 )
 def test_sizes_that_exceed_the_memory_of_the_machine_are_refused(sizes):
-    given = REQUIRED["train"] | sizes
     with pytest.raises(ConfigError, match=r"needs at least .* GiB of memory, and this machine has"):
-        train.main([f"--gin_param={s} = {v}" for s, v in given.items()])
+        train.main(flags("train", **sizes))
 
 
 @pytest.mark.parametrize("name", REQUIRED)
 def test_the_settings_that_the_cases_change_are_valid(name):
-    given = [f"--gin_param={s} = {v}" for s, v in REQUIRED[name].items()]
     with pytest.raises(Started):
-        COMMANDS[name]([*given, *([TOPOLOGY] if name == "plan" else [])])
+        COMMANDS[name]([*flags(name), *([TOPOLOGY] if name == "plan" else [])])

@@ -309,7 +309,7 @@ def test_mistakes_end_in_one_line_before_anything_is_played(
     with serving(recorded("maze")) as url:
         text = error(f"env.urls = {{'maze': ['{url}']}}")
     assert f"evaluate.policies has 'oracle': the server {url} has other items of maze" in text
-    assert "env.urls: maze: 5 is not a list of URLs" in error("env.urls = {'maze': 5}")
+    assert "env.urls = {'maze': 5} is not a dict" in error("env.urls = {'maze': 5}")
     assert "unknown action format 'xml'" in error("rollout.action_format = 'xml'")
     assert "rollout.top_p = 0.0 must be above 0" in error("rollout.top_p = 0.0")
     assert "max_turns = 0" in error("rollout.max_turns = 0")

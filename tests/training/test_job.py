@@ -58,6 +58,11 @@ def test_settings_that_cannot_be_are_refused():
         DistributedSettings(heartbeat_s=0.5)
 
 
+def test_a_coordinator_without_an_address_is_named():
+    with pytest.raises(ConfigError, match=r"distributed\.coordinator = 'nowhere\.invalid:1234': "):
+        connect(DistributedSettings(coordinator="nowhere.invalid:1234", processes=2))
+
+
 def test_a_preemption_is_a_request_to_stop_with_143(monkeypatch):
     job = Job(1, 2)
     asked = []
