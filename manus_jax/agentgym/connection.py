@@ -5,6 +5,7 @@ the interpreter lock for 0.2 ms, a quarter of the time that requests needs, whic
 of concurrent episodes.
 """
 
+import contextlib
 import http.client
 import io
 import json
@@ -19,8 +20,8 @@ from urllib.parse import urlsplit
 
 from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind, shortened
 from manus_jax.agentgym.table import EnvironmentRow
-from manus_jax.config.binding import ConfigError
 from manus_jax.config.server_settings import EnvPoolSettings
+from manus_jax.servers.processes import ServerSetupError
 
 # uvicorn closes a connection that was idle for 5 s. A request sent at that moment would be lost,
 # and a step must not be sent twice, so idle connections are closed here first.
@@ -149,11 +150,11 @@ class Connection:
         try:
             connection.sock.settimeout(seconds)
             connection.request(method, self._parts.path + path, content, headers)
-            answer = connection.getresponse()
-            # With a size, a length that the server invents is not allocated in advance.
-            received = answer.read(MAX_RESPONSE)
-            if answer.length:
-                raise http.client.IncompleteRead(received, answer.length)
+            with contextlib.closing(connection.getresponse()) as answer:
+                # With a size, a length that the server invents is not allocated in advance.
+                received = answer.read(MAX_RESPONSE)
+                if answer.length:
+                    raise http.client.IncompleteRead(received, answer.length)
         except TimeoutError as error:
             self.close()
             detail = f"no answer within {seconds:g} s"
@@ -217,6 +218,10 @@ class Connection:
         if response.status in (404, 405) or response.is_page:
             detail = f"this server has no such route (HTTP {response.status}), so it does not "
             detail += f"serve {self.row.name}"
+            raise self.failure(FailureKind.NOT_AGENTGYM, "POST", path, detail)
+        if response.status == 200 and b"error" not in response.content:
+            detail = "a step without fields was accepted, so this is not an AgentGym server: "
+            detail += shortened(response.text)
             raise self.failure(FailureKind.NOT_AGENTGYM, "POST", path, detail)
         missing = _missing_fields(response)
         if missing and self.row.id_field not in missing:
@@ -305,5 +310,5 @@ def authorization() -> dict[str, str]:
     if not key:
         return {}
     if not (key.isascii() and key.isprintable() and " " not in key):
-        raise ConfigError(f"{KEY_VARIABLE} must consist of printable ASCII characters")
+        raise ServerSetupError(f"{KEY_VARIABLE} must consist of printable ASCII characters")
     return {"Authorization": f"Bearer {key}"}

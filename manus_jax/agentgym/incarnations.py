@@ -11,6 +11,7 @@ import re
 import select
 import ssl
 import threading
+from urllib.parse import urlsplit
 
 from manus_jax.agentgym.connection import Connection
 from manus_jax.agentgym.table import EnvironmentRow
@@ -41,8 +42,9 @@ class ServerIncarnation:
         self._socket = http.sock
         self._poll = select.poll()
         self._poll.register(self._socket, _HANG_UP)
-        headers = {"Host": f"{http.host}:{http.port}", **self._connection.headers}
-        lines = ["GET / HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        parts = urlsplit(root)
+        headers = {"Host": parts.netloc, **self._connection.headers}
+        lines = [f"GET {parts.path}/ HTTP/1.1", *(f"{key}: {headers[key]}" for key in headers)]
         self._request = "\r\n".join([*lines, "", ""]).encode()
         self._lock = threading.Lock()
         self._observed = True

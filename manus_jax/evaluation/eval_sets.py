@@ -83,13 +83,16 @@ def make_eval_set(
     files: Sequence[str] = (),
     split: str = "test",
     samples: int = 1,
+    own_items: bool = False,
 ) -> EvalSet:
-    """At most `count` tasks per environment, from files, splits or AgentGym's item ranges."""
+    """At most `count` tasks per environment, from files, splits or AgentGym's item ranges.
+
+    `own_items`: the servers in env.urls are known to have the items of `envs/`.
+    """
     if files:
         return EvalSet(tuple(listed_tasks(files, env.names, count)), samples)
-    tasks = [
-        task
-        for name in env.names
-        for task in ((served_tasks if name in env.urls else split_tasks)(name, split, count))
-    ]
+    tasks: list[Task] = []
+    for name in env.names:
+        source = served_tasks if name in env.urls and not own_items else split_tasks
+        tasks += source(name, split, count)
     return EvalSet(tuple(tasks), samples)

@@ -75,7 +75,9 @@ def read_task_sources(
     data: DataSettings, env: EnvSettings, val_tasks: int
 ) -> tuple[Sources, EvalSet]:
     """The weighted sources of training tasks, and the evaluation set of held-out tasks."""
-    eval_set = make_eval_set(env, val_tasks, data.val_files)
+    # Without training files, training has checked that all servers have these items.
+    own_items = not data.train_files
+    eval_set = make_eval_set(env, val_tasks, data.val_files, own_items=own_items)
     if not data.train_files:
         every = 10**9
         sources = [(name, split_tasks(name, "train", every), 1.0) for name in env.names]

@@ -100,15 +100,24 @@ def test_a_lone_surrogate_in_an_observation_is_replaced() -> None:
 
 
 @contextlib.contextmanager
-def raw_server(respond: Callable[[socket.socket], None], times: int = 1) -> Iterator[str]:
-    """A server that answers the first request of a connection with any bytes."""
+def raw_server(
+    respond: Callable[[socket.socket], None], times: int = 1, heads: list[bytes] | None = None
+) -> Iterator[str]:
+    """A server that answers the first request of a connection with any bytes.
+
+    `heads` receives the headers of the requests.
+    """
+    heads = [] if heads is None else heads
 
     def serve() -> None:
         with contextlib.suppress(OSError):
             for _ in range(times):
                 connection, _ = listening.accept()
                 with connection:
-                    connection.recv(1 << 16)
+                    head = b""
+                    while b"\r\n\r\n" not in head:
+                        head += connection.recv(1 << 16)
+                    heads.append(head)
                     respond(connection)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -225,12 +234,8 @@ def test_the_key_of_the_environment_is_sent_with_every_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MANUS_JAX_ENV_KEY", "s3cret")
-    received = []
-
-    def respond(connection: socket.socket) -> None:
-        connection.sendall(HEAD + b"Content-Length: 1\r\n\r\n7")
-        received.append(connection.recv(1 << 16))
-
+    received: list[bytes] = []
+    answer = HEAD + b"Content-Length: 1\r\n\r\n7"
     stub = TextcraftStub()
     for status in (401, 403):
         stub.faults[""] = Reply("Unauthorized", status)
@@ -239,12 +244,8 @@ def test_the_key_of_the_environment_is_sent_with_every_call(
             pytest.raises(EnvironmentFailure, match="rejects the key in MANUS_JAX_ENV_KEY"),
         ):
             Connection(TEXTCRAFT, url, HASTY).check()
-    with raw_server(respond) as url:
-        connection = Connection(TEXTCRAFT, url, HASTY)
-        assert connection.headers == {"Authorization": "Bearer s3cret"}
-        assert connection.call("POST", "/create", {}).text == "7"
-        with contextlib.suppress(EnvironmentFailure):
-            connection.call("POST", "/create", {})
+    with raw_server(lambda connection: connection.sendall(answer), heads=received) as url:
+        assert Connection(TEXTCRAFT, url, HASTY).call("POST", "/create", {}).text == "7"
     assert b"Authorization: Bearer s3cret\r\n" in received[0]
     monkeypatch.delenv("MANUS_JAX_ENV_KEY")
     with (
@@ -385,6 +386,14 @@ def test_the_check_of_a_server_refuses_a_web_page_and_a_missing_route() -> None:
         Connection(ENVIRONMENTS["weather"], url, EnvPoolSettings()).check()
         with pytest.raises(EnvironmentFailure, match="does not serve maze"):
             Connection(ENVIRONMENTS["maze"], url, EnvPoolSettings()).check_routes()
+
+
+def test_the_check_of_a_server_refuses_one_that_answers_everything() -> None:
+    with (
+        serving(lambda *request: Reply("{}")) as url,
+        pytest.raises(EnvironmentFailure, match="a step without fields was accepted"),
+    ):
+        Connection(TEXTCRAFT, url, EnvPoolSettings()).check_routes()
 
 
 def test_the_check_of_a_server_notices_another_environments_fields() -> None:

@@ -7,7 +7,14 @@ import pytest
 
 from envs.registry import load
 from manus_jax.config.binding import ConfigError
-from manus_jax.evaluation.eval_sets import EvalSet, listed_tasks, served_tasks, split_tasks
+from manus_jax.config.settings import EnvSettings
+from manus_jax.evaluation.eval_sets import (
+    EvalSet,
+    listed_tasks,
+    make_eval_set,
+    served_tasks,
+    split_tasks,
+)
 
 
 def test_an_evaluation_set_is_always_the_same_and_a_larger_one_contains_it() -> None:
@@ -38,6 +45,13 @@ def test_servers_of_others_are_played_over_their_range_of_items() -> None:
         served_tasks("webshop", "test", 50)
     # An item of babyai is the same task everywhere.
     assert served_tasks("babyai", "test", 20) == split_tasks("babyai", "test", 20)
+
+
+def test_servers_that_are_known_to_have_our_items_are_validated_on_the_test_split() -> None:
+    env = EnvSettings(names=("maze",), urls={"maze": ["http://10.0.0.7:36001"]})
+    own = make_eval_set(env, 5, own_items=True)
+    assert list(own.tasks) == split_tasks("maze", "test", 5)
+    assert {task.item for task in make_eval_set(env, 5).tasks} <= set(range(25))
 
 
 def test_tasks_from_a_file_keep_its_order(tmp_path: Path) -> None:
