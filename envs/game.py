@@ -72,6 +72,10 @@ class Session:
     """The server's state of one live session. Only the server modifies it."""
 
     id: int
+    number: int
+    """How many sessions the server had created before this one."""
+    client: str
+    """The address that created the session."""
     game: Game
     item: int | None = None
     last: Step | None = None
@@ -192,8 +196,8 @@ class EnvironmentSpec:
     """Whether observation, detail and the extra routes still work after the end of an episode."""
     create_body: type[BaseModel] | None = None
     """The required body of /create, if there is one."""
-    create_item: Callable[[int, Any], int | None] | None = None
-    """(session id, parsed create body) → the item that /create starts, if any."""
+    create_item: Callable[[Session, Any], int | None] | None = None
+    """(session, parsed create body) → the item that /create starts, if any."""
     default_item: Callable[[Session], int] | None = None
     """The item of a /reset without one; None: the item is required."""
     create_answer: Answer | None = None

@@ -1,16 +1,17 @@
 """`python -m envs.items NAME --out DIR`: an environment's splits as DIR/train.json and test.json.
 
 Servers given by address, like AgentGym's, have no splits, so training and evaluation on them read
-their tasks from files. Items are in the order of `evaluation_order`.
+their tasks from files. Items are in the order of `evaluation_order`. Existing files with other
+content are not overwritten.
 """
 
-import argparse
 import hashlib
 import json
-import sys
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from envs.command import CommandParser
 from envs.registry import UnknownEnvironment, load
 
 
@@ -28,7 +29,7 @@ def evaluation_order(env: str, items: Sequence[int]) -> list[int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m envs.items", description=__doc__)
+    parser = CommandParser(prog="python -m envs.items", description=__doc__)
     parser.add_argument("name", help="the environment, e.g. textcraft, or my_env:SPEC")
     parser.add_argument("--out", type=Path, required=True, help="the directory to write")
     options = parser.parse_args(arguments)
@@ -37,11 +38,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.out.mkdir(parents=True, exist_ok=True)
         for split in ("train", "test"):
             tasks = [f"{spec.name}_{n}" for n in evaluation_order(spec.name, spec.items(split))]
-            file = options.out / f"{split}.json"
-            file.write_text(json.dumps(tasks) + "\n", encoding="utf-8")
+            _write(options.out / f"{split}.json", json.dumps(tasks) + "\n")
     except (UnknownEnvironment, OSError) as error:
-        print(f"envs.items: {error}", file=sys.stderr)
-        sys.exit(2)
+        parser.fail(str(error))
+
+
+def _write(file: Path, text: str) -> None:
+    if file.exists():
+        if file.read_bytes() != text.encode():
+            raise FileExistsError(f"{file} exists with other content; choose another --out")
+        return
+    work = file.with_name(f".{file.name}.tmp-{os.getpid()}")
+    work.write_text(text, encoding="utf-8")
+    work.replace(file)
 
 
 if __name__ == "__main__":

@@ -26,20 +26,23 @@ class UnknownEnvironment(Exception):
 
 def load(name: str) -> EnvironmentSpec:
     """The spec of a registered name or of a location "module:SPEC"."""
-    location = name if ":" in name else ENVIRONMENTS.get(name)
-    if location is None:
+    location = name if ":" in name else ENVIRONMENTS.get(name, "")
+    module, _, attribute = location.partition(":")
+    if not (module and attribute) or module.startswith("."):
         raise UnknownEnvironment(
             f"unknown environment {name!r}; there are: {', '.join(sorted(ENVIRONMENTS))}"
         )
-    module, _, attribute = location.partition(":")
     try:
         spec = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module exists, but something it imports does not
-        raise UnknownEnvironment(
-            f"no module {error.name!r} for the environment {location!r}; is it on the Python path?"
-        ) from None
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            raise UnknownEnvironment(
+                f"no module {error.name!r} for the environment {location!r}; is it on the Python "
+                "path?"
+            ) from None
+        raise UnknownEnvironment(f"{location} cannot be imported: {error}") from error
+    except (ImportError, SyntaxError) as error:
+        raise UnknownEnvironment(f"{location} cannot be imported: {error}") from error
     if not isinstance(spec, EnvironmentSpec):
         raise UnknownEnvironment(f"the module {module!r} has no EnvironmentSpec {attribute!r}")
     return spec

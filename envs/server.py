@@ -1,25 +1,28 @@
 """The HTTP server of an environment: an `EnvironmentSpec` in, a FastAPI application out.
 
 Routes, field names, status codes and error shapes match those of AgentGym's servers of the same id
-family, so AgentGym's own client works unchanged. Additions are invisible to clients: a limit on
-sessions, expiry, a close route everywhere, and actions that cannot crash the server. Handlers parse
-the body themselves, because FastAPI's parameter handling costs more than a step of a cheap game.
+family, so AgentGym's own client works unchanged. Additions are invisible to clients: limits on
+sessions, expiry, a close route everywhere, actions that cannot crash the server, no requests from
+web pages, and an optional API key. Handlers parse the body themselves, because FastAPI's parameter
+handling costs more than a step of a cheap game.
 """
 
 import asyncio
 import contextlib
+import hmac
 import json
 import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_model
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from envs.game import (
     Answer,
@@ -33,10 +36,12 @@ from envs.game import (
 )
 from envs.sessions import SessionTable
 
-MAX_BODY_BYTES = 8 * 1024 * 1024
+MAX_BODY_BYTES = 2 * 1024 * 1024
+MAX_SESSIONS_PER_CLIENT = 1024
 _logger = logging.getLogger(__name__)
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
-_INTEGER = TypeAdapter(int)
+_SessionId = Annotated[int, Field(gt=-(2**63), lt=2**63)]
+_SESSION_ID = TypeAdapter(_SessionId)
 _ITEMS = {"X-Items": "manus_jax"}  # distinguishes these items from those of AgentGym's servers
 
 Handler = Callable[[Request], Awaitable[Any]]
@@ -47,9 +52,16 @@ def build_app(
     max_sessions: int | None = None,
     session_ttl: float = 3600.0,
     clock: Callable[[], float] = time.monotonic,
+    max_sessions_per_client: int = MAX_SESSIONS_PER_CLIENT,
+    api_key: str | None = None,
 ) -> FastAPI:
-    """The application that serves `spec`. Sessions unused for `session_ttl` seconds are closed."""
-    service = _Service(spec, max_sessions or spec.max_sessions, session_ttl, clock)
+    """The application that serves `spec`.
+
+    Sessions unused for `session_ttl` seconds are closed. With `api_key`, every request needs the
+    header `Authorization: Bearer KEY`.
+    """
+    limits = max_sessions or spec.max_sessions, max_sessions_per_client
+    service = _Service(spec, SessionTable(*limits, session_ttl, clock), session_ttl)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -61,13 +73,13 @@ def build_app(
     app = FastAPI(title=spec.name, lifespan=lifespan, openapi_url=None)
 
     def add(method: str, path: str, handler: Handler) -> None:
-        app.add_route(path, _endpoint(spec, service, handler), methods=[method])
+        app.add_route(path, _endpoint(spec, service, handler, api_key), methods=[method])
 
     async def health(_: Request) -> str:
         return spec.health
 
-    async def list_envs(_: Request) -> list[int]:
-        return service.table.ids()
+    async def list_envs(request: Request) -> list[int]:
+        return service.table.ids(_client(request))
 
     for root in {"/", f"{spec.prefix}/"}:
         add("GET", root, health)
@@ -94,13 +106,11 @@ def build_app(
 class _Service:
     """The request handlers of one application and its session table."""
 
-    def __init__(
-        self, spec: EnvironmentSpec, max_sessions: int, ttl: float, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, spec: EnvironmentSpec, table: SessionTable, ttl: float) -> None:
         self.spec = spec
-        self.table = SessionTable(max_sessions, ttl, clock)
+        self.table = table
         self._ttl = ttl
-        id_field: Any = (int, ...)
+        id_field: Any = (_SessionId, ...)
         item_field: Any = (int, ...) if spec.default_item is None else (int | None, None)
         self._close_body = create_model("CloseBody", **{spec.family: id_field})
         self._reset_body = create_model(
@@ -114,14 +124,15 @@ class _Service:
     async def create(self, request: Request) -> Any:
         spec = self.spec
         body = await _read_body(request, spec.create_body) if spec.create_body else None
-        self.table.check_room()
+        client = _client(request)
+        self.table.check_room(client)
         game = await self._run(spec.new_game)
         try:
-            session = self.table.add(game)
+            session = self.table.add(game, client)
         except GameError:
             await self._run(game.close)
             raise
-        item = spec.create_item(session.id, body) if spec.create_item else None
+        item = spec.create_item(session, body) if spec.create_item else None
         if item is not None:
             try:
                 await self._start(session, item)
@@ -167,7 +178,7 @@ class _Service:
 
         async def handler(request: Request) -> Any:
             if method == "GET":
-                session_id = _query_integer(request, self.spec.family)
+                session_id = _query_id(request, self.spec.family)
             else:
                 body = await _read_body(request, self._close_body)
                 session_id = getattr(body, self.spec.family)
@@ -248,10 +259,37 @@ def _static(route: StaticRoute) -> Handler:
     return handler
 
 
+def _client(request: Request) -> str:
+    return request.client.host if request.client else ""
+
+
+def _check_sender(request: Request, api_key: str | None) -> None:
+    """Refuses requests without the key and requests that a browser sends for some web page.
+
+    Browsers add an Origin header to every request of a page that is not a plain GET, and send the
+    other content types without asking the server first. Clients do neither.
+    """
+    headers = request.headers
+    if api_key is not None:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), api_key.encode()):
+            raise HTTPException(
+                401,
+                "This server needs its API key in the header 'Authorization: Bearer KEY'.",
+                {"WWW-Authenticate": "Bearer"},
+            )
+    if "origin" in headers:
+        raise HTTPException(403, "Requests from web pages are not allowed.")
+    kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if request.method == "POST" and kind != "application/json":
+        raise HTTPException(415, "The content type of a body must be application/json.")
+
+
 def _endpoint(
-    spec: EnvironmentSpec, service: _Service, handler: Handler
+    spec: EnvironmentSpec, service: _Service, handler: Handler, api_key: str | None
 ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
+        _check_sender(request, api_key)
         await service.sweep()
         try:
             value = await handler(request)
@@ -261,6 +299,10 @@ def _endpoint(
             value = {"error": str(error)}
         except (RequestValidationError, HTTPException):
             raise
+        except ClientDisconnect:
+            return Response(status_code=400)  # to nobody
+        except asyncio.CancelledError:
+            return Response("The server is shutting down.", 503, media_type="text/plain")
         except Exception:
             # uvicorn would drop the connection, which other sessions of the client may share.
             _logger.exception("%s %s failed", request.method, request.url.path)
@@ -286,19 +328,29 @@ async def _read_body(request: Request, model: type[BaseModel]) -> BaseModel:
     try:
         return model.model_validate_json(bytes(raw))
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)
-        for problem in found:
-            problem["loc"] = ("body", *problem["loc"])
-            if problem["type"] == "json_invalid":
-                problem["input"] = {}
-        raise RequestValidationError(found) from None
+        raise _invalid(error, "body") from None
 
 
-def _query_integer(request: Request, name: str) -> int:
+def _query_id(request: Request, name: str) -> int:
     if name not in request.query_params:
         raise RequestValidationError([_missing("query", name)])
     try:
-        return _INTEGER.validate_python(request.query_params[name])
+        return _SESSION_ID.validate_python(request.query_params[name])
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)
-        raise RequestValidationError([{**found[0], "loc": ("query", name)}]) from None
+        raise _invalid(error, "query", name) from None
+
+
+def _invalid(error: ValidationError, *where: str) -> RequestValidationError:
+    """The error as FastAPI reports it, with every input in a form that JSON can express."""
+    found = error.errors(include_url=False, include_context=False)
+    for problem in found:
+        problem["loc"] = (*where, *problem["loc"])
+        if problem["type"] == "json_invalid":
+            problem["input"] = {}
+        try:
+            small = len(json.dumps(problem["input"], allow_nan=False)) < 1000
+        except ValueError:  # infinite, or not a number
+            small = False
+        if not small:
+            problem["input"] = ascii(problem["input"])[:100]
+    return RequestValidationError(found)

@@ -22,7 +22,8 @@ def main(arguments: list[str]) -> None:
             console = Console(width=140)
         console.print(comparison.comparison_table(results, settings.evaluate.samples))
         print(f"results                  {settings.evaluate.out_dir}/evaluation.json")
-        comparison.refuse_unplayed(results)
+        for name, result in results.items():
+            result.check_played(name)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Each check returns what is wrong as the end of a sentence ("must be at least 1")
 import dataclasses
 import math
 import operator
+import os
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -55,6 +56,8 @@ def path_problem(path: str) -> str | None:
         return problem
     if not path.strip():
         return "is not a path"
+    if os.path.expanduser(path).startswith("~"):
+        return f"starts with the home directory of an unknown user, {path.partition('/')[0]!r}"
     longest = max(len(part.encode()) for part in path.split("/"))
     if longest > _MAX_NAME:
         return f"contains a file name of {longest} bytes, more than {_MAX_NAME}"

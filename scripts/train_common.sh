@@ -142,9 +142,12 @@ start_servers() {
     done
   done
   "$PYTHON" - "${urls[@]}" <<'EOF' || die "a server started but does not answer; see $logs"
-import sys, urllib.request
+import os, sys, urllib.request
+key = os.environ.get("MANUS_JAX_ENV_KEY", "")
+headers = {"Authorization": f"Bearer {key}"} if key else {}
 for url in sys.argv[1:]:
-    assert urllib.request.urlopen(url + "/", timeout=10).status == 200
+    request = urllib.request.Request(url + "/", headers=headers)
+    assert urllib.request.urlopen(request, timeout=10).status == 200
 EOF
 }
 

@@ -5,7 +5,7 @@ the question wins.
 """
 
 from envs.game import GameError, Step
-from envs.sqlgym.query import QueryError, run, same_rows
+from envs.sqlgym.query import QueryError, WorkerError, run, run_untrusted, same_rows
 from envs.sqlgym.questions import Question
 from envs.sqlgym.schema import image
 from envs.sqlgym.tasks import question
@@ -34,12 +34,14 @@ class SqlGame:
         data = image(asked.database)
         right = False
         try:
-            rows = run(data, action)
+            rows = run_untrusted(data, action)
             right = same_rows(rows, run(data, asked.sql))
             # A row has more than one character, so the rest would be cut anyway.
             state = str(rows[:STATE_CHARACTERS])
         except QueryError as error:
             state = str(error)
+        except WorkerError as error:
+            raise GameError(f"The query was not run: {error}.") from None
         self._done = True
         self._observation = state[:STATE_CHARACTERS]
         return Step(self._observation, float(right), True, {"ground_truth": asked.sql})

@@ -84,6 +84,10 @@ def message_from_record(record: dict[str, Any]) -> Message:
         )
     if not isinstance(content, str):
         raise ConversationError(f"a message needs text under {what!r}, got {content!r}")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise ConversationError(f"the text under {what!r} is not valid Unicode: {error}") from None
     loss = record.get("loss")
     return Message(role, content, role == "assistant" and (loss is None or bool(loss)))
 

@@ -22,7 +22,7 @@ class _Source:
 
     def __init__(self, name: str, tasks: Sequence[Task], weight: float, seed: int) -> None:
         if not tasks:
-            raise DatasetError(f"source {name!r} has no tasks")
+            raise DatasetError(f"source {name!r} has no tasks that are not held out for validation")
         if not (math.isfinite(weight) and weight > 0):
             raise DatasetError(f"source {name!r} has weight {weight}; it must be positive")
         self.name = name

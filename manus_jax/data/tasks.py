@@ -136,7 +136,7 @@ def _parse_json(text: bytes, where: str, hint: str = "") -> Any:
 
 def _read_parquet(path: Path, needs: str) -> Iterator[Any]:
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
             names = file.schema_arrow.names
             _check_columns(names, needs, f"{path}: ")
             leaves = [file.schema.column(i).path for i in range(len(file.schema))]

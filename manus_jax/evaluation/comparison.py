@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,9 +23,8 @@ from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.commands import EvaluateConfig
 from manus_jax.config.settings import RolloutSettings
-from manus_jax.errors import UserError
 from manus_jax.evaluation.eval_sets import EvalSet, make_eval_set
-from manus_jax.evaluation.play import EvaluationResult, Summary, evaluate_policy
+from manus_jax.evaluation.play import EvaluationError, EvaluationResult, Summary, evaluate_policy
 from manus_jax.evaluation.statistics import Estimate
 from manus_jax.files import write_atomically
 from manus_jax.models import loading as policy_source
@@ -34,13 +34,11 @@ from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
 from manus_jax.rollout.build_rollout import check_play, open_engine, open_servers
 from manus_jax.rollout.llm_player import ChatTokenizer, EngineAgent
 from manus_jax.rollout.player import Agent
-from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory
+from manus_jax.rollout.trajectory import Outcome, Trajectory
 from manus_jax.rollout.trajectory_files import write_trajectories
 from manus_jax.status import STATUS
 
-
-class EvaluationError(UserError, RuntimeError):
-    """Every episode of a policy failed."""
+RUN_DIRECTORIES = ("checkpoints", "export", "model", "trajectories", "warm_start")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +67,7 @@ def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationRe
     _check_candidates(candidates, eval_set, rollout)
     if "oracle" in evaluate.policies:
         check_items(env.urls, config.env_pool, "evaluate.policies has 'oracle'")
-    out_dir = _make_directory(evaluate.out_dir, operative_config)
+    out_dir = _make_directory(evaluate.out_dir)
 
     results: dict[str, EvaluationResult] = {}
     record: dict[str, Any] = {
@@ -87,28 +85,19 @@ def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationRe
             done = len(results) * episodes
             result = _play(candidate, pool, eval_set, rollout, slots, line, done)
             results[candidate.name] = result
-            path = write_trajectories(
-                out_dir / "trajectories", candidate.file_name, result.outcomes
-            )
             record["policies"][candidate.name] = {
-                "trajectories": str(path.relative_to(out_dir)),
+                "trajectories": f"trajectories/{candidate.file_name}.jsonl",
                 "seconds": round(time.monotonic() - began, 3),
                 "overall": result.overall.record(),
                 "environments": {e: s.record() for e, s in result.environments.items()},
             }
-            write_atomically(out_dir / "evaluation.json", json.dumps(record, indent=1) + "\n")
+            try:
+                write_trajectories(out_dir / "trajectories", candidate.file_name, result.outcomes)
+                write_atomically(out_dir / "evaluation.json", json.dumps(record, indent=1) + "\n")
+                write_atomically(out_dir / "config.gin", operative_config)
+            except OSError as error:
+                raise EvaluationError(f"results cannot be written: {error}") from None
     return results
-
-
-def refuse_unplayed(results: Mapping[str, EvaluationResult]) -> None:
-    """Raises EvaluationError if all episodes of a policy failed."""
-    for name, result in results.items():
-        first = next((o for o in result.outcomes if isinstance(o, FailedEpisode)), None)
-        if first is not None and not result.overall.episodes:
-            raise EvaluationError(
-                f"{name}: all {len(result.outcomes)} episodes failed, the first with "
-                f"{first.kind}: {first.error}"
-            )
 
 
 def make_candidate(name: str, config: EvaluateConfig, slots: int) -> Candidate:
@@ -197,15 +186,33 @@ def _check_candidates(
                 raise ConfigError(f"evaluate.policies: {candidate.name}: {error}") from None
 
 
-def _make_directory(path: str, operative_config: str) -> Path:
+def _make_directory(path: str) -> Path:
+    """Creates the directory; refuses one whose files the results would replace or mix with."""
     out_dir = Path(path).expanduser()
     try:
+        for directory in (out_dir.resolve(), *out_dir.resolve().parents):
+            inside = out_dir.resolve().relative_to(directory).parts[:1]
+            if _is_run(directory) and (not inside or inside[0] in RUN_DIRECTORIES):
+                raise ConfigError(
+                    f"evaluate.out_dir {out_dir} belongs to the run {directory}, whose files it "
+                    "would overwrite; choose another directory"
+                )
+        if (out_dir / "config.gin").exists() and not (out_dir / "evaluation.json").exists():
+            raise ConfigError(
+                f"evaluate.out_dir {out_dir} contains a config.gin that is not from an evaluation; "
+                "choose another directory"
+            )
         out_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(out_dir / "config.gin", operative_config)
+        with tempfile.TemporaryFile(dir=out_dir):
+            pass
         STATUS.use_directory(out_dir)
     except OSError as error:
         raise ConfigError(f"evaluate.out_dir {out_dir} cannot be written: {error}") from None
     return out_dir
+
+
+def _is_run(directory: Path) -> bool:
+    return any((directory / name).exists() for name in ("metrics.jsonl", "checkpoints"))
 
 
 def comparison_table(results: Mapping[str, EvaluationResult], samples: int) -> Table:

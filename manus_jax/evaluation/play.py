@@ -12,6 +12,7 @@ from typing import Any
 
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.config.settings import RolloutSettings
+from manus_jax.errors import UserError
 from manus_jax.evaluation.eval_sets import EvalSet
 from manus_jax.evaluation.statistics import Estimate, average, ks_up_to, pass_at_k, share
 from manus_jax.rollout.player import Agent
@@ -67,6 +68,10 @@ class Summary:
         return {name: getattr(self, name) for name in names}
 
 
+class EvaluationError(UserError, RuntimeError):
+    """Every episode of a policy failed."""
+
+
 @dataclasses.dataclass(frozen=True)
 class EvaluationResult:
     """`outcomes` are in the order of the evaluation set's specs."""
@@ -74,6 +79,15 @@ class EvaluationResult:
     outcomes: tuple[Outcome, ...]
     environments: Mapping[str, Summary]
     overall: Summary
+
+    def check_played(self, policy: str) -> None:
+        """Raises EvaluationError if all episodes failed."""
+        first = next((o for o in self.outcomes if isinstance(o, FailedEpisode)), None)
+        if first is not None and not self.overall.episodes:
+            raise EvaluationError(
+                f"{policy}: all {len(self.outcomes)} episodes failed, the first with "
+                f"{first.kind}: {first.error}"
+            )
 
     def metrics(self, prefix: str = "val") -> dict[str, float]:
         """`val/<env>/success_rate` etc., and `val/success_rate` etc. over all environments.

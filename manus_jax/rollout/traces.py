@@ -62,7 +62,8 @@ def write_traces(name: str, split: str, count: int, seed: int, path: Path) -> No
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as work:
             made = rows(spec, split, count, seed)
             file = Path(work) / path.name
-            pq.write_table(pa.Table.from_pylist(made, schema=SCHEMA), file)
+            table = pa.Table.from_pylist(made, schema=SCHEMA)
+            pq.write_table(table, file, write_page_checksum=True)
             file.replace(path)
     except (UnknownEnvironment, GameError, OSError) as error:
         raise TraceError(str(error)) from None

@@ -239,10 +239,13 @@ class Trainer:
             assert self.rollouts is not None
             metrics: dict[str, float] = {}
             for name in baselines:
-                metrics |= self.rollouts.evaluate(name).metrics(f"val_{name}")
+                baseline = self.rollouts.evaluate(name)
+                baseline.check_played(f"validation with {name}")
+                metrics |= baseline.metrics(f"val_{name}")
             result = self.rollouts.evaluate("val")
             directory = self.directory.path / "trajectories"
             write_trajectories(directory, validation_file(step), result.outcomes)
+            result.check_played("validation")
             return DataProto.empty({"metrics": metrics | result.metrics()})
 
         return self.job.from_primary(validate).meta_info["metrics"]

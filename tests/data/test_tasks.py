@@ -212,6 +212,10 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path):
 
 def test_files_that_cannot_be_read_say_so_in_a_line(tmp_path):
     good = write_parquet(tmp_path / "good.parquet", [openmanus_row(1)]).read_bytes()
+    table = pa.table({"item_id": [f"maze_{n}" for n in range(1000)]})
+    options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pq.write_table(table, tmp_path / "checked.parquet", **options)
+    flipped = (tmp_path / "checked.parquet").read_bytes().replace(b"maze_7", b"maze_6", 1)
     files = {
         "empty.parquet": (b"", "is empty (0 bytes)"),
         "empty.json": (b"", "is empty (0 bytes)"),
@@ -225,6 +229,9 @@ def test_files_that_cannot_be_read_say_so_in_a_line(tmp_path):
         "blank.jsonl": (b"\n\n", "contains no rows"),
         "bad.jsonl": (b'"a_1"\n{"item_id": \n', "line 2 is not valid JSON"),
         "latin.jsonl": (b'"gr\xf6\xdfe_1"\n', "line 1 is not valid JSON"),
+        "deep.json": (b"[" * 100_000, "is not valid JSON"),
+        "digits.json": (b"[" + b"9" * 5000 + b"]", "is not valid JSON"),
+        "bits.parquet": (flipped, "not a readable parquet file"),
         "rows.csv": (b"item_id\na_1\n", "must be .parquet, .json or .jsonl"),
     }
     for name, (content, what) in files.items():
@@ -257,6 +264,8 @@ def test_an_empty_table_holds_no_rows(tmp_path):
         ({"item_id": 3.5}, "item_id 3.5 must be"),
         ({"item_id": True}, "item_id True must be"),
         ({"item_id": -1}, "item_id -1 must be"),
+        ({"item_id": "maze_" + "9" * 5000}, "must be text like"),
+        ({"item_id": float("nan")}, "item_id nan must be"),
         ({"item_id": "textcraft"}, "item_id 'textcraft' must be"),
         ({"item_id": 5}, "item_id 5 has no environment: write 'env_5' or add a column data_source"),
         ({"id": "a_1"}, r"no column 'item_id'; the columns are \['id'\]"),
@@ -274,6 +283,13 @@ def test_an_empty_table_holds_no_rows(tmp_path):
 def test_wrong_rows_are_named(tmp_path, row, what):
     path = write_json(tmp_path / "x.json", ["maze_1", row])
     with pytest.raises(DatasetError, match=rf"x\.json row 1: .*{what}"):
+        read_tasks(path)
+
+
+def test_text_that_no_tokenizer_can_read_is_named(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps([{"item_id": "a_1", "prompt": "\ud800"}]))
+    with pytest.raises(DatasetError, match=r"row 0: prompt: the text .* is not valid Unicode"):
         read_tasks(path)
 
 

@@ -1,5 +1,6 @@
 """Fixtures of the environment tests: servers in processes of their own, or in threads."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from env_servers import AppServer
+
+from envs import sessions
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +40,9 @@ def serve_app() -> Iterator[AppServer]:
     server = AppServer()
     yield server
     server.stop()
+
+
+@pytest.fixture
+def counted_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Session ids 0, 1, 2, … instead of random ones, so that expected answers can be fixed."""
+    monkeypatch.setattr(sessions, "new_id", itertools.count().__next__)

@@ -25,3 +25,21 @@ def test_an_unknown_environment_is_one_line_and_exit_code_2(tmp_path, capsys, na
         items.main([name, "--out", str(tmp_path / "x")])
     assert leaving.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_files_that_cannot_be_written_are_one_line_and_nothing_is_lost(tmp_path, capsys):
+    items.main(["maze", "--out", str(tmp_path)])
+    items.main(["maze", "--out", str(tmp_path)])  # the same content again
+    (tmp_path / "file").write_text("")
+    before = (tmp_path / "train.json").read_bytes()
+    for arguments, reason in (
+        (["wordle", "--out", str(tmp_path)], "train.json exists with other content"),
+        (["maze", "--out", str(tmp_path / "file")], "File exists"),
+        (["maze", "--out", "/proc/absent/x"], "/proc/absent"),
+        (["maze"], "required: --out"),
+    ):
+        with pytest.raises(SystemExit) as leaving:
+            items.main(arguments)
+        errors = capsys.readouterr().err
+        assert leaving.value.code == 2 and errors.count("\n") == 1 and reason in errors
+    assert (tmp_path / "train.json").read_bytes() == before

@@ -50,6 +50,7 @@ def replay(client: Client, exchange: dict[str, Any], ids: dict[int, int]) -> tup
     return status, answer
 
 
+@pytest.mark.usefixtures("counted_ids")
 def test_textcraft_answers_every_recorded_request_in_the_recorded_shape(
     serve_app: AppServer,
 ) -> None:

@@ -12,6 +12,8 @@ from env_servers import AppServer, Client
 from envs.game import EnvironmentSpec, GameError, Step, fixed_splits
 from envs.server import build_app
 
+pytestmark = pytest.mark.usefixtures("counted_ids")
+
 
 class Echo:
     """Repeats the action; "end" ends the episode, "crash" is a bug, "wait" waits for `release`."""

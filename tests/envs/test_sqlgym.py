@@ -1,8 +1,11 @@
 """sqlgym: questions whose reference queries are right, judged by rows, safe against any SQL."""
 
 import json
+import queue
 import sqlite3
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,10 @@ from env_servers import Client
 from fingerprints import fingerprint, fingerprint_elsewhere
 
 from envs.game import GameError
-from envs.sqlgym import SPEC
+from envs.sqlgym import SPEC, query
 from envs.sqlgym.databases import DATABASES, SHOP
 from envs.sqlgym.game import SqlGame
-from envs.sqlgym.query import MAX_ROWS, QueryError, run, same_rows
+from envs.sqlgym.query import MAX_ROWS, QueryError, run, run_untrusted, same_rows
 from envs.sqlgym.schema import Database, Table, image, label, number
 from envs.sqlgym.tasks import question, questions
 
@@ -136,10 +139,53 @@ def test_hostile_sql_is_refused_in_words(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(QueryError) as refusal:
-        run(image(SHOP), sql)
+        run_untrusted(image(SHOP), sql)
     assert 0 < len(str(refusal.value)) < 200
     assert not list(tmp_path.iterdir())
-    assert run(image(SHOP), "SELECT COUNT(*) FROM customer") == [(48,)]
+    assert run_untrusted(image(SHOP), "SELECT COUNT(*) FROM customer") == [(48,)]
+
+
+MANY = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c LIMIT 200000) "
+
+
+@pytest.mark.parametrize(
+    ("sql", "reason"),
+    [
+        ("SELECT printf('%.*c', 1000000000, 'x')", "too long"),  # 19 s in one instruction
+        ("SELECT sum(length(printf('%19999d', a.id))) FROM purchase a, purchase b", "too long"),
+        (MANY + "SELECT y FROM (SELECT zeroblob(19000) || x AS y FROM c) ORDER BY y", "memory"),
+        ("SELECT " + ", ".join(["1.5"] * 100) + " FROM purchase a, purchase b", "bytes"),
+    ],
+)
+def test_no_query_exceeds_its_time_or_memory(
+    sql: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(query, "MAX_SECONDS", 0.3 if reason == "too long" else 20.0)
+    began = time.monotonic()
+    with pytest.raises(QueryError, match=reason):
+        run_untrusted(image(SHOP), sql)
+    if reason == "too long":
+        assert time.monotonic() - began < 3
+    assert run_untrusted(image(SHOP), "SELECT COUNT(*) FROM customer") == [(48,)]
+
+
+def test_a_query_whose_worker_is_killed_is_not_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle: queue.LifoQueue[Any] = queue.LifoQueue()
+    idle.put(None)
+    monkeypatch.setattr(query, "_workers", idle)
+    assert run_untrusted(image(SHOP), "SELECT 1") == [(1,)]
+    worker = idle.get()
+    idle.put(worker)
+    game = SqlGame()
+    game.reset(0)
+    with ThreadPoolExecutor() as pool:
+        step = pool.submit(game.step, "SELECT printf('%.*c', 1000000000, 'x')")
+        time.sleep(0.1)
+        worker.kill()
+        with pytest.raises(GameError, match="not run: the SQL worker ended with exit code -9"):
+            step.result()
+    assert game.step("SELECT 1").done
+    idle.get().communicate()
 
 
 def test_a_result_at_the_row_limit_still_passes() -> None:

@@ -1,5 +1,6 @@
 """`python -m manus_jax.evaluate` as a user runs it, and the numbers it makes of episodes."""
 
+import dataclasses
 import json
 import sys
 import time
@@ -9,17 +10,21 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from env_servers import AppServer
 from scripted_servers import recorded, serving
 from sequences import batch_of
 
-from manus_jax import command, convert, evaluate
+from envs.maze.game import MazeGame
+from envs.registry import load
+from envs.server import build_app
+from manus_jax import command, convert, evaluate, train
 from manus_jax.agentgym.environments import embedded_server, open_environments
 from manus_jax.agentgym.prompts import PROMPTS
 from manus_jax.config.settings import RolloutSettings, ScratchSettings
 from manus_jax.data.chat import ChatStream, Message
 from manus_jax.data.tasks import Task
 from manus_jax.evaluation.eval_sets import EvalSet, split_tasks
-from manus_jax.evaluation.play import evaluate_policy, summarize_by_env
+from manus_jax.evaluation.play import EvaluationError, evaluate_policy, summarize_by_env
 from manus_jax.learner.objectives import log_probs_of
 from manus_jax.learner.packing import PackedRows, RowShape, add_packing
 from manus_jax.models import loading as policy_source
@@ -130,6 +135,8 @@ def test_a_policy_that_played_nothing_has_no_numbers_but_its_failures() -> None:
     specs = episode_specs([Task("maze", 1, "maze_1")], 1)
     result = summarize_by_env([outcome(spec, None) for spec in specs], 1)
     assert result.metrics() == {"val/failed": 1.0, "val/maze/failed": 1.0}
+    with pytest.raises(EvaluationError, match="x: all 1 episodes failed, the first with timeout"):
+        result.check_played("x")
     assert json.loads(json.dumps(result.overall.record()))["success_rate"] is None
 
 
@@ -310,6 +317,8 @@ def test_mistakes_end_in_one_line_before_anything_is_played(
         text = error(f"env.urls = {{'maze': ['{url}']}}")
     assert f"evaluate.policies has 'oracle': the server {url} has other items of maze" in text
     assert "env.urls = {'maze': 5} is not a dict" in error("env.urls = {'maze': 5}")
+    assert "unknown user, '~no_one'" in error("evaluate.out_dir = '~no_one/out'")
+    assert "unknown user, '~no_one'" in error(policies=("~no_one/model",))
     assert "unknown action format 'xml'" in error("rollout.action_format = 'xml'")
     assert "rollout.top_p = 0.0 must be above 0" in error("rollout.top_p = 0.0")
     assert "max_turns = 0" in error("rollout.max_turns = 0")
@@ -338,6 +347,60 @@ def test_a_policy_that_cannot_play_a_single_episode_is_an_error(
     record = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     [policy] = record["policies"].values()
     assert policy["overall"]["failed"] == {"prompt_too_long": 3}
+
+
+def test_a_validation_that_cannot_play_a_single_episode_ends_a_training_run(
+    model: Path, tmp_path: Path
+) -> None:
+    class Broken(MazeGame):
+        def reset(self, item: int) -> str:
+            raise RuntimeError("a bug")
+
+    server = AppServer()
+    url = server(build_app(dataclasses.replace(load("maze"), new_game=Broken)))
+    for split, items in (("train", ["maze_3"]), ("val", ["maze_1", "maze_2"])):
+        (tmp_path / f"{split}.json").write_text(json.dumps(items))
+    params = [
+        f"train.run_dir = '{tmp_path / 'run'}'",
+        "train.val_only = True",
+        "train.batch_size = 2",
+        f"model.path = '{model}'",
+        f"env.urls = {{'maze': ['{url}']}}",
+        *(f"data.{split}_files = ['{tmp_path / split}.json']" for split in ("train", "val")),
+        "data.max_length = 1536",
+        "data.rows = 8",
+        "env_pool.attempts = 1",
+        "env_pool.first_retry = 0.01",
+        "env_pool.longest_retry = 0.01",
+        *(p for p in MODEL if not p.startswith("evaluate.")),
+    ]
+    with pytest.raises(EvaluationError, match="validation: all 2 episodes failed"):
+        train.main([f"--gin_param={param}" for param in params])
+    server.stop()
+    assert len(list(read_trajectories(tmp_path / "run" / "trajectories" / "val_0.jsonl"))) == 2
+    assert not (tmp_path / "run" / "export").exists()
+
+
+def test_the_directory_of_a_run_is_no_place_for_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "4").mkdir(parents=True)
+    (run / "config.gin").write_text("train.seed = 1\n")
+    params = ("env.names = ['maze']", "evaluate.tasks_per_env = 1")
+    for out_dir in (run, run / "checkpoints", run / "export" / "4", run / "trajectories"):
+        text = error_of(capsys, monkeypatch, *arguments(out_dir, ["oracle"], *params))
+        assert f"evaluate.out_dir {out_dir} belongs to the run {run}" in text
+    assert (run / "config.gin").read_text() == "train.seed = 1\n"
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.gin"]
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "config.gin").write_text("evaluate.samples = 2\n")
+    text = error_of(capsys, monkeypatch, *arguments(own, ["oracle"], *params))
+    assert "contains a config.gin that is not from an evaluation" in text
+    for _ in range(2):  # an evaluation may be repeated, also next to the files of a run
+        evaluate.main(arguments(run / "evaluation", ["oracle"], *params))
+    assert (run / "evaluation" / "config.gin").is_file()
 
 
 def test_a_model_without_a_chat_template_is_refused(

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import uvicorn
 from fastapi import FastAPI
 
-from envs.serve import listen
+from envs.serve import BoundedConnection, listen
 
 
 class Client:
@@ -26,14 +26,22 @@ class Client:
         self._prefix = parts.path
         self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
 
-    def send(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        self._connection.request(method, self._prefix + path, body)
+    def send(
+        self, method: str, path: str, body: bytes | None = None, **headers: str
+    ) -> tuple[int, bytes]:
+        """Underscores in the names of headers stand for hyphens."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self._connection.request(method, self._prefix + path, body, named)
         response = self._connection.getresponse()
         return response.status, response.read()
 
     def post(self, path: str, body: Any = None) -> tuple[int, Any]:
         status, text = self.send("POST", path, None if body is None else json.dumps(body).encode())
         return status, json.loads(text) if text[:1] in b'{["tf-0123456789' else text.decode()
+
+    def start(self, path: str, body: Any) -> None:
+        """Sends a POST without waiting for the answer."""
+        self._connection.request("POST", self._prefix + path, json.dumps(body).encode())
 
     def get(self, path: str) -> tuple[int, Any]:
         status, text = self.send("GET", path)
@@ -86,7 +94,9 @@ class AppServer:
                 ready.set()
 
         bound = listen("127.0.0.1", 0)
-        config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            app, http=BoundedConnection, log_level="critical", timeout_graceful_shutdown=1
+        )
         server = Announcing(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
