@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 
 from manus_jax.config.binding import ConfigError
@@ -21,9 +22,12 @@ Sink = Callable[[int, Mapping[str, float]], None]
 
 
 def check_sinks(train: TrainSettings) -> None:
-    """Raises ConfigError if the library of a configured sink is not installed."""
+    """Raises ConfigError for a sink whose library is missing or that cannot be written."""
     if train.tensorboard:
         _library("tensorboardX", "train.tensorboard")
+        folder = Path(train.run_dir).expanduser() / "tensorboard"
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"train.tensorboard: {folder} is a file; move it away")
     if train.wandb_project:
         _library("wandb", "train.wandb_project")
 

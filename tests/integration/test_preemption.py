@@ -1,8 +1,14 @@
 """Hosts that are wanted back again and again: SIGTERM on any of them saves, and ends all."""
 
+import json
 import signal
 
 from job_processes import SCRATCH, Job, steps
+
+
+def end_in_status(run_dir):
+    status = json.loads((run_dir / "status.json").read_text())
+    return status["state"], status["exit_code"]
 
 
 def test_a_run_that_is_preempted_every_few_steps_still_comes_to_its_end(tmp_path):
@@ -17,10 +23,12 @@ def test_a_run_that_is_preempted_every_few_steps_still_comes_to_its_end(tmp_path
         job.processes[stops % 2].send_signal(signal.SIGTERM)  # on one host, then on the other
         codes = job.end()
         assert codes == [143, 143], job.said(0) + job.said(1)
+        assert end_in_status(run_dir) == ("stopped", 143)
         assert f"stopped after step {steps(run_dir)[-1]} of 5, which is saved" in job.said(1)
         assert steps(run_dir)[-1] > done
         done, stops = steps(run_dir)[-1], stops + 1
     assert job.end() == [0, 0], job.said(0) + job.said(1)
+    assert end_in_status(run_dir) == ("finished", 0)
     assert stops >= 2
     assert steps(run_dir) == list(range(1, 6))
     assert [p.name for p in (run_dir / "export").iterdir()] == ["5"]

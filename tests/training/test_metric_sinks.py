@@ -55,6 +55,12 @@ def test_tensorboard_shows_every_step_once_after_a_resume(tmp_path: Path) -> Non
     assert scalars(tmp_path / "tensorboard", "actor/loss") == [(0, -1.0), (1, -1.0), (2, -1.0)]
 
 
+def test_a_file_in_the_place_of_the_folder_is_found_at_once(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("")
+    with pytest.raises(ConfigError, match="tensorboard is a file"):
+        check_sinks(train_settings(tmp_path, tensorboard=True))
+
+
 def test_a_run_that_begins_again_shows_only_the_new_steps(tmp_path: Path) -> None:
     settings = train_settings(tmp_path, tensorboard=True)
     directory = RunDirectory(tmp_path, CONFIG)
