@@ -31,6 +31,10 @@ class Stopped(Exception):
         return cls(f"stopped after step {step} of {total_steps}, which is saved; {RESUMES}", code)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, handled like Ctrl-C: an exception that stops servers on its way out."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the host or, in JAX's words, a device has no memory left."""
     return isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED")
@@ -52,7 +56,7 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, UserError) or is_out_of_memory(error) or is_disk_error(error):
         return 2
     if isinstance(error, KeyboardInterrupt):
-        return 130
+        return 143 if isinstance(error, Terminated) else 130
     return error.code if isinstance(error, Stopped) else 1
 
 
@@ -73,7 +77,8 @@ def report_error(error: BaseException, interrupted: str = "") -> int:
     elif isinstance(error, Stopped):
         print(error, file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt):
-        print(f"interrupted; {interrupted or RESUMES}", file=sys.stderr)
+        what = "terminated" if isinstance(error, Terminated) else "interrupted"
+        print(f"{what}; {interrupted or RESUMES}", file=sys.stderr)
     else:
         traceback.print_exception(error)
     return exit_code(error)

@@ -9,6 +9,7 @@ from manus_jax.status import recorded
 from manus_jax.training import supervised
 from manus_jax.training.job import joined
 from manus_jax.training.run_directory import disk_errors
+from manus_jax.training.stopping import interruptible
 
 
 def main(arguments: list[str]) -> None:
@@ -17,6 +18,7 @@ def main(arguments: list[str]) -> None:
     settings = read_sft_config(args.gin_file, args.gin_param)
     sft = settings.sft
     with (
+        interruptible(),
         joined(settings.distributed) as job,
         recorded("sft", settings.status.every_s, settings.status.watchdog_minutes),
         disk_errors(Path(sft.run_dir)),

@@ -12,6 +12,7 @@ from manus_jax.training.build import open_trainer
 from manus_jax.training.job import joined
 from manus_jax.training.run_directory import disk_errors
 from manus_jax.training.run_summary import print_summary
+from manus_jax.training.stopping import interruptible
 from manus_jax.vllm.gpu_partition import check_single_process, claim_gpus
 
 
@@ -23,6 +24,7 @@ def main(arguments: list[str]) -> None:
     written = config_text(settings, read_with_engine(READS["train"], settings.engine.name))
     settings = dataclasses.replace(settings, engine_settings=claim_gpus(settings.engine_settings))
     with (
+        interruptible(),
         joined(settings.distributed) as job,
         recorded("train", settings.status.every_s, settings.status.watchdog_minutes),
         disk_errors(Path(train.run_dir)),

@@ -177,6 +177,8 @@ class SftSettings:
     save_freq: int = setting(default=50, at_least=1, at_most=_MAX_STEPS, may_change=True)
     test_freq: int = setting(default=25, at_least=1, at_most=_MAX_STEPS, may_change=True)
     keep_checkpoints: int = setting(default=2, at_least=1, at_most=10**6, may_change=True)
+    # Updates in a row that are not finite.
+    max_bad_updates: int = setting(default=3, at_least=1, at_most=10**6, may_change=True)
     strict_resume: bool = setting(default=False, may_change=True)  # see train.strict_resume
     export: bool = setting(default=True, may_change=True)  # to export/<step>/, at the end
 
@@ -346,8 +348,8 @@ class TrainSettings:
     val_temperature: float = setting(default=0.0, at_least=0, at_most=100)
     # They play the validation tasks once.
     baselines: tuple[Literal["oracle", "random"], ...] = setting(default=(), distinct=True)
-    # In a row without a finite gradient, or steps without an episode.
-    max_bad_updates: int = setting(default=3, at_least=1, at_most=10**6)
+    # In a row: updates that are not finite, or steps without an episode to train on.
+    max_bad_updates: int = setting(default=3, at_least=1, at_most=10**6, may_change=True)
     # Turn limits in order; empty: rollout.max_turns.
     turns_schedule: tuple[int, ...] = setting(default=(), at_least=1, at_most=10**5)
     # Steps per turn limit.

@@ -3,7 +3,8 @@
 An objective returns a micro-batch's share of the loss, already divided by the denominators of the
 whole batch (stored in the batch as per-token weights). The gradient is therefore the sum over
 micro-batches and does not depend on how the batch is split. Gradients accumulate in float32. An
-update with a non-finite gradient is skipped: it only increments the count of skipped updates.
+update whose loss, gradient norm or step length is not finite is skipped: it only increments the
+count of skipped updates.
 """
 
 from collections.abc import Callable
@@ -15,11 +16,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from manus_jax.errors import UserError
 from manus_jax.learner.mesh import (
     batch_sharding,
     check_batch,
     optimizer_shardings,
     param_shardings,
+    path_name,
     replicated,
 )
 from manus_jax.learner.processes import compile_on_all
@@ -31,7 +34,7 @@ Objective = Callable[[Params, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 
 
 class TrainState(NamedTuple):
-    """The state that an update changes. `skipped` counts updates with a non-finite gradient."""
+    """The state that an update changes. `skipped` counts updates that are not finite."""
 
     params: Params
     opt_state: Any
@@ -107,6 +110,18 @@ def accumulate(
     return jax.lax.fori_loop(0, used, body, init)
 
 
+class WeightsError(UserError, ValueError):
+    """Weights that are not finite."""
+
+
+def require_finite(params: Params, name: str) -> None:
+    """Raises unless all parameters are finite; `name` says what they are in the message."""
+    finite = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))(params)
+    for path, ok in jax.tree_util.tree_leaves_with_path(finite):
+        if not ok:
+            raise WeightsError(f"{name} has weights that are not finite, in {path_name(path)}")
+
+
 def make_update(
     objective: Objective,
     optimizer: optax.GradientTransformation,
@@ -126,7 +141,7 @@ def make_update(
         norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        finite = jnp.isfinite(jnp.stack([norm, loss, optax.tree.norm(updates)])).all()
         keep = lambda new, old: jnp.where(finite, new, old)
         new = TrainState(
             params=jax.tree.map(keep, params, state.params),

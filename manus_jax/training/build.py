@@ -33,6 +33,7 @@ from manus_jax.evaluation.play import evaluate_policy
 from manus_jax.files import write_atomically
 from manus_jax.learner.learner import Learner, Reference
 from manus_jax.learner.mesh import check_batch, check_model, make_mesh, param_shardings
+from manus_jax.learner.update import require_finite
 from manus_jax.models import loading
 from manus_jax.models.attention import check_platform
 from manus_jax.models.loading import PolicySource
@@ -53,6 +54,7 @@ from manus_jax.rollout.traces import conversation_of
 from manus_jax.rollout.trajectory import episode_specs, trajectories
 from manus_jax.training import supervised
 from manus_jax.training.checkpoints import Checkpoints
+from manus_jax.training.failures import first_error
 from manus_jax.training.job import Job
 from manus_jax.training.learner_specs import (
     check_memory,
@@ -98,15 +100,26 @@ def check_sizes(config: TrainConfig, recipe: Recipe) -> None:
             f"rollout.max_total_tokens = {config.rollout.max_total_tokens} is more than "
             f"data.max_length = {config.data.max_length}, the tokens that a row of a batch holds"
         )
+    if config.algorithm.critic_warmup and not recipe.needs_critic:
+        raise ConfigError(
+            f"algorithm.critic_warmup = {config.algorithm.critic_warmup}, and recipe {recipe.name} "
+            "has no critic"
+        )
     if recipe.needs_groups and config.train.group_size < 2:
         raise ConfigError(
             f"recipe {recipe.name} compares episodes of one task with each other: "
             "train.group_size must be at least 2"
         )
-    if config.model.path is None and config.warm_start.steps == 0:
+    warm_start = config.warm_start
+    if warm_start.steps and round(warm_start.random_share * warm_start.traces) == warm_start.traces:
         raise ConfigError(
-            "model.path is not set, and a model from scratch has nothing to say: set "
-            "warm_start.steps to fine-tune it on oracle episodes first"
+            f"warm_start.random_share = {warm_start.random_share} of warm_start.traces = "
+            f"{warm_start.traces} leaves no episode to the oracle"
+        )
+    if config.model.path is None and warm_start.steps == 0:
+        raise ConfigError(
+            "model.path is not set, and a model from scratch cannot play: set warm_start.steps to "
+            "fine-tune it on oracle episodes first"
         )
 
 
@@ -160,7 +173,10 @@ def play_traces(
     demonstrations = run_episodes(specs[random_tasks:], OraclePolicy(), pool, unlimited)
     kept = [t for t in trajectories(demonstrations) if t.success]
     if not kept:
-        raise ConfigError(f"the oracle won none of {len(demonstrations)} training tasks")
+        raise ConfigError(
+            f"the oracle won none of {len(demonstrations)} training tasks. "
+            + first_error(demonstrations)
+        )
     kept += trajectories(random_episodes)
     lines = (
         json.dumps({"item_id": t.task.item_id, "conversations": conversation_of(t)}) + "\n"
@@ -180,6 +196,7 @@ def warm_start(config: TrainConfig, directory: RunDirectory, job: Job) -> Path:
         seed=config.train.seed,
         save_freq=settings.steps,
         test_freq=settings.steps,
+        max_bad_updates=config.train.max_bad_updates,
         strict_resume=config.train.strict_resume,
         export=export,
     )
@@ -307,6 +324,7 @@ def build_learners(
     arch = source.card.architecture
     spec = policy_spec(config, recipe, arch, mesh)
     params = source.load(param_shardings(spec.shapes, mesh))
+    require_finite(params, f"the model {config.model.path or 'of the warm start'}")
     reference = None
     if recipe.needs_reference:
         reference = Reference(params, config.algorithm.reference == "host")

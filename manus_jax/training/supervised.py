@@ -23,6 +23,7 @@ from manus_jax.learner.learner import Learner, LearnerSpec
 from manus_jax.learner.mesh import check_batch, check_model, make_mesh, param_shardings
 from manus_jax.learner.optimizer import adamw, learning_rate
 from manus_jax.learner.packing import PackingError, RowShape
+from manus_jax.learner.update import require_finite
 from manus_jax.models import huggingface, loading
 from manus_jax.models.attention import check_platform
 from manus_jax.models.loading import PolicySource
@@ -30,6 +31,7 @@ from manus_jax.models.transformer import Transformer, abstract_model, make_compu
 from manus_jax.progress import ProgressLine
 from manus_jax.status import STATUS
 from manus_jax.training.checkpoints import Checkpoints
+from manus_jax.training.failures import FailureBudget, refuse_fewer_steps, require_updates
 from manus_jax.training.job import Job
 from manus_jax.training.learner_specs import check_memory
 from manus_jax.training.run_directory import RunDirectory
@@ -80,12 +82,15 @@ def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
         micro_batches,
         micro_batches,
     )
-    learner = Learner(source.load(param_shardings(shapes, mesh)), spec, mesh)
+    params = source.load(param_shardings(shapes, mesh))
+    require_finite(params, f"the model {config.model.path or 'from scratch'}")
+    learner = Learner(params, spec, mesh)
     mixture = Mixture(sources, sft.seed)
     checkpoints = Checkpoints(
         directory.checkpoints, keep=sft.keep_checkpoints, strict=sft.strict_resume, job=job
     )
     start = checkpoints.latest() or 0
+    refuse_fewer_steps(start, "sft.total_steps", sft.total_steps)
     if start:
         states, host = checkpoints.restore(start, {"policy": learner.abstract_state()})
         learner.state = states["policy"]
@@ -94,6 +99,8 @@ def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
 
     encode = Encoder(ChatStream(source.tokenizer))
     held_out_kept = fit([encode(t) for t in held_out], data.max_length, data.overlong)[0]
+    if held_out and not held_out_kept:
+        raise _too_long(len(held_out), "held-out conversations", data.max_length)
     validate = _validation(learner, held_out_kept, sft.batch_size, data.max_length)
 
     def next_batch() -> tuple[DataProto, dict[str, float], dict[str, Any]]:
@@ -104,6 +111,7 @@ def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
 
     unigram = {"val/unigram_entropy": unigram_entropy(held_out_kept)} if held_out_kept else {}
     last: dict[str, float] = dict(unigram)
+    failures = FailureBudget(sft.max_bad_updates)
     with (
         stop_requests("stopping after this update; once more stops at once", job) as stop,
         ProgressLine("sft", sft.total_steps, start) as line,
@@ -125,6 +133,9 @@ def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
             # The next batch is tokenized and packed while the device computes.
             upcoming = next_batch() if step < sft.total_steps else None
             means = finish()
+            failures.after_updates("model", [means["update_skipped"]])
+            if means["update_skipped"]:
+                line.say(f"update {step} was not finite and has been skipped")
             seconds = time.monotonic() - began
             metrics = {
                 "train/loss": means["nll"],
@@ -153,8 +164,10 @@ def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
                 checkpoints.close()
                 raise Stopped.after(step, sft.total_steps, stop.exit_code)
     checkpoints.close()
+    require_updates(learner.state, sft.total_steps)
     export = directory.export(sft.total_steps)
     if sft.export and not export.exists():
+        require_finite(learner.state.params, "the trained model")
         params = gather_to_host(learner.state.params, job.primary)
         job.on_primary(lambda: huggingface.save_hf(params, card, export))
     return last
@@ -174,11 +187,15 @@ def _fitted_batch(
     """The batch of an update, and how many conversations were cut or dropped."""
     kept, counts = fit(conversations, data.max_length, data.overlong)
     if not kept:
-        raise PackingError(
-            f"all {len(conversations)} conversations of a batch are longer than data.max_length = "
-            f"{data.max_length}; raise it, or choose data.overlong = 'cut'"
-        )
+        raise _too_long(len(conversations), "conversations of a batch", data.max_length)
     return conversation_batch(kept, data.max_length), counts
+
+
+def _too_long(count: int, what: str, length: int) -> PackingError:
+    return PackingError(
+        f"all {count} {what} are longer than data.max_length = {length}; raise it, or choose "
+        "data.overlong = 'cut'"
+    )
 
 
 def _validation(

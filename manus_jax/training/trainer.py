@@ -29,6 +29,7 @@ from manus_jax.data_proto import DataProto
 from manus_jax.errors import Stopped
 from manus_jax.learner.learner import Learner, Reference
 from manus_jax.learner.packing import add_packing
+from manus_jax.learner.update import require_finite
 from manus_jax.models.huggingface import ModelCard, save_hf
 from manus_jax.progress import ProgressLine
 from manus_jax.reporting.page import write_report
@@ -37,7 +38,12 @@ from manus_jax.rollout.trajectory import Outcome
 from manus_jax.rollout.trajectory_files import write_trajectories
 from manus_jax.status import STATUS
 from manus_jax.training.checkpoints import Checkpoints
-from manus_jax.training.failures import FailureBudget
+from manus_jax.training.failures import (
+    FailureBudget,
+    first_error,
+    refuse_fewer_steps,
+    require_updates,
+)
 from manus_jax.training.job import Job
 from manus_jax.training.metric_sinks import open_sinks
 from manus_jax.training.rollouts import Rollouts
@@ -66,19 +72,21 @@ class Trainer:
 
     def __post_init__(self) -> None:
         algorithm = self.algorithm
+        self.failures = FailureBudget(self.train.max_bad_updates)
         self.allocation = RewardAllocation(algorithm.reward_allocation, algorithm.allocation_gamma)
         self.kl: KLController = FixedKL(self.recipe.kl_coef)
         if algorithm.kl_controller == "adaptive":
             self.kl = AdaptiveKL(self.recipe.kl_coef, algorithm.target_kl, algorithm.kl_horizon)
 
-    def step(self, step: int, timer: Timer) -> tuple[dict[str, float], int]:
-        """Runs one step; returns its metrics and the number of skipped updates."""
+    def step(self, step: int, timer: Timer) -> tuple[dict[str, float], str]:
+        """Runs one step; returns its metrics, and the error of a failed episode, if any."""
         played: list[Outcome] = []
         batch = self.job.from_primary(lambda: self._play(step, timer, played))
         metrics = dict(batch.meta_info["metrics"])
+        error = batch.meta_info["error"]
         try:
             if not len(batch):
-                return metrics | {"training/empty_step": 1.0}, 0
+                return metrics | {"training/empty_step": 1.0}, error
             mini_batches = self.algorithm.mini_batch_size is not None
             batch = add_packing(
                 batch, self.policy.spec.row_shape.length, by="group_id" if mini_batches else None
@@ -114,18 +122,20 @@ class Trainer:
                 with timer.phase("update_actor"):
                     actor.append(self.policy.update(mini_batch))
         metrics |= update_metrics(actor, critic)
+        self.failures.after_updates("policy", [m["update_skipped"] for m in actor])
+        self.failures.after_updates("critic", [m["update_skipped"] for m in critic])
+        metrics["training/skipped_updates"] = sum(m["update_skipped"] for m in (*actor, *critic))
         if actor:
             metrics["actor/lr"] = float(self.lr(int(self.policy.state.step) - 1))
         with timer.phase("update_weights"):
             metrics |= self.update_engine(step)
-        return metrics, sum(int(m["update_skipped"]) for m in (*actor, *critic))
+        return metrics, error
 
     def run(self) -> dict[str, float]:
         """Trains to `total_steps` from the newest checkpoint, if any; returns the last metrics."""
         train = self.train
         start = self._restore()
         last: dict[str, float] = {}
-        failures = FailureBudget(train.max_bad_updates)
         with (
             stop_requests("stopping after this step; once more stops at once", self.job) as stop,
             ProgressLine("train", train.total_steps, start) as line,
@@ -146,11 +156,10 @@ class Trainer:
                 return last
             stop.after_step()
             for step in range(start + 1, train.total_steps + 1):
-                metrics, bad_updates = self.step(step, timer)
+                metrics, error = self.step(step, timer)
                 metrics["training/global_step"] = float(step)
-                problem = failures.after_step(metrics, bad_updates)
-                if problem:
-                    line.say(f"step {step}: {problem}")
+                if warning := self.failures.after_step(metrics, error):
+                    line.say(escape(f"step {step}: {warning}"))
                 testing = step % train.test_freq == 0 or step == train.total_steps
                 if testing:
                     with timer.phase("testing"):
@@ -176,12 +185,17 @@ class Trainer:
                     self.checkpoints.wait()
                     raise Stopped.after(step, train.total_steps, stop.exit_code)
         self.checkpoints.wait()
+        trained = self.policy
+        if self.critic is not None and train.total_steps <= self.algorithm.critic_warmup:
+            trained = self.critic
+        require_updates(trained.state, train.total_steps)
         return last
 
     def export(self) -> None:
         """Writes the final policy as a Hugging Face directory, unless it already exists."""
         export = self.directory.export(self.train.total_steps)
         if not export.exists():
+            require_finite(self.policy.state.params, "the trained model")
             params = gather_to_host(self.policy.state.params, self.job.primary)
             card = ModelCard.load(self.directory.model)
             self.job.on_primary(lambda: save_hf(params, card, export))
@@ -208,6 +222,7 @@ class Trainer:
         played += groups.outcomes
         batch = to_batch(groups.episodes, self.allocation)
         batch.meta_info["metrics"] = groups.metrics
+        batch.meta_info["error"] = first_error(groups.outcomes)
         if self.recipe.needs_greedy_baseline and groups.episodes:
             with timer.phase("gen_greedy"):
                 greedy = self.rollouts.greedy_rewards(step, groups.episodes)
@@ -245,7 +260,7 @@ class Trainer:
             result = self.rollouts.evaluate("val")
             directory = self.directory.path / "trajectories"
             write_trajectories(directory, validation_file(step), result.outcomes)
-            result.check_played("validation")
+            result.check_played(f"validation at step {step}")
             return DataProto.empty({"metrics": metrics | result.metrics()})
 
         return self.job.from_primary(validate).meta_info["metrics"]
@@ -271,6 +286,7 @@ class Trainer:
 
     def _restore(self) -> int:
         start = self.checkpoints.latest() or 0
+        refuse_fewer_steps(start, "train.total_steps", self.train.total_steps)
         if start:
             abstract = {name: x.abstract_state() for name, x in self._learners.items()}
             states, host = self.checkpoints.restore(start, abstract)
@@ -326,4 +342,6 @@ def _validation_line(step: int, metrics: Mapping[str, float]) -> str:
         for name, value in metrics.items()
         if name.startswith("val/") and name.endswith(("/success_rate", "/score"))
     ]
+    if failed := metrics["val/failed"]:
+        shown.append(f"{failed:.0f} episodes were dropped")
     return f"validation at step {step}: " + ", ".join(shown)

@@ -168,7 +168,7 @@ def test_the_written_config_holds_no_setting_that_the_engine_does_not_read(engin
 
 
 RUN = ("run_dir", "total_steps", "save_freq", "test_freq", "export")
-RUN += ("keep_checkpoints", "strict_resume")
+RUN += ("keep_checkpoints", "strict_resume", "max_bad_updates")
 MAY_CHANGE = {
     *setting_names("mesh", "distributed", "status", "env_pool", "vllm"),
     *("engine.slots", "engine.max_steps", "env.urls", "env.servers_per_env"),

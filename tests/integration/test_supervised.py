@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from manus_jax import command, convert, sft
+from manus_jax.training import supervised
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -167,8 +168,25 @@ def test_a_run_directory_of_another_configuration_says_what_differs(
     assert "optimizer.lr was 0.01 and is 0.5" in text and "total_steps" not in text
 
 
+def test_updates_that_are_never_finite_end_the_run_without_an_export(
+    tmp_path, data, capsys, monkeypatch
+):
+    monkeypatch.setattr(supervised, "learning_rate", lambda *_: lambda count: 1e30)
+    text = error_of(capsys, monkeypatch, *arguments(tmp_path / "run", data, "sft.total_steps = 8"))
+    assert "3 updates of the model in a row were not finite" in text
+    # The run is too short for three, and its model is still the initial one.
+    args = arguments(tmp_path / "short", data, "sft.total_steps = 2")
+    assert "none of 2 steps updated the model" in error_of(capsys, monkeypatch, *args)
+    assert not list(tmp_path.glob("*/export"))
+
+
 def test_conversations_that_never_fit_are_an_error_not_an_empty_update(
     tmp_path, data, capsys, monkeypatch
 ):
-    args = arguments(tmp_path / "run", data, "data.max_length = 8", "data.overlong = 'drop'")
+    short = ("data.max_length = 8", "data.overlong = 'drop'")
+    args = arguments(tmp_path / "run", data[:1], *short)
     assert "all 4 conversations of a batch are longer" in error_of(capsys, monkeypatch, *args)
+    turns = [{"role": role, "content": "very long " * 99} for role in ("user", "assistant")]
+    (tmp_path / "val.jsonl").write_text(json.dumps({"item_id": "long_0", "messages": turns}))
+    text = error_of(capsys, monkeypatch, *arguments(tmp_path / "run2", data))
+    assert "all 1 held-out conversations are longer than data.max_length = 128" in text

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
@@ -18,8 +19,8 @@ from test_training import ROOT, arguments, error_of, metrics
 from envs import registry
 from envs.server import build_app
 from manus_jax import train
+from manus_jax.algorithms.recipes import POLICY_LOSSES, RECIPES, Recipe
 from manus_jax.rewards import REWARDS
-from manus_jax.training import learner_specs
 
 
 def start(run_dir: Path, *more: str, **how) -> subprocess.Popen:
@@ -67,10 +68,14 @@ def test_a_run_directory_that_cannot_be_made_or_is_anothers(tmp_path, capsys, mo
 
 
 def test_gradients_that_are_never_finite_end_the_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(learner_specs, "learning_rate", lambda *_: lambda step: 1e30)
-    more = ("train.total_steps = 9", "train.max_bad_updates = 2")
-    text = error_of(capsys, monkeypatch, *arguments(tmp_path, *more))
-    assert "2 updates in a row had a gradient that is not finite" in text
+    recipe = "algorithm.recipe = 'nan_for_tests'"
+    more = ("train.total_steps = 9", recipe, "train.max_bad_updates = 2")
+    with POLICY_LOSSES.restored(), RECIPES.restored():
+        POLICY_LOSSES.register("nan_for_tests")(lambda recipe, t: (t.log_probs * np.nan, {}))
+        RECIPES.add(Recipe("nan_for_tests", "grpo", loss="nan_for_tests"))
+        text = error_of(capsys, monkeypatch, *arguments(tmp_path, *more))
+    assert "2 updates of the policy in a row were not finite" in text
+    assert not (tmp_path / "export").exists()
 
 
 @REWARDS.register("raises_for_tests")

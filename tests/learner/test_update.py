@@ -154,15 +154,17 @@ def test_ten_steps_of_varying_data_compile_once():
 
 
 @pytest.mark.slow
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
+@pytest.mark.parametrize("fault", ["nan_advantages", "endless_step"])
+def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(fault):
     mesh = make_mesh(devices=jax.devices()[:1])
     _, shapes = abstract_model(Transformer, ARCH, Compute())
-    optimizer = optax.adam(0.1)
+    optimizer = optax.adam(0.1 if fault == "nan_advantages" else 1e30)
     update = make_update(policy_objective(), optimizer, mesh, shapes)
     state = init_state(init_params(Transformer, ARCH, Compute(), 0), optimizer, mesh)
     before = jax.tree.map(np.array, jax.device_get((state.params, state.opt_state)))
     packed = packed_batch(ragged_sequences(), 8, 64)
-    packed[0]["advantages"][packed[0]["loss_mask"]] = np.nan
+    if fault == "nan_advantages":
+        packed[0]["advantages"][packed[0]["loss_mask"]] = np.nan
     state, metrics = update(state, *put_batch(*packed, mesh))
     chex.assert_trees_all_equal(jax.device_get((state.params, state.opt_state)), before)
     assert float(metrics["update_skipped"]) == 1 and int(state.skipped) == 1
