@@ -17,7 +17,7 @@ from typing import Any
 
 from manus_jax.files import write_atomically
 from manus_jax.reporting import curves, episodes
-from manus_jax.reporting.run_data import ReportError, RunData, expanded, read_run
+from manus_jax.reporting.run_data import ReportError, RunData, read_run
 
 _SCRIPTS = ("elements.js", "charts.js", "time.js", "episodes.js", "main.js")
 
@@ -29,8 +29,8 @@ def write_report(
 
     `warn` is called with each problem of the run's files, which the page also shows.
     """
-    run = expanded(run)
-    out = run / "report.html" if out is None else expanded(out)
+    run = run.expanduser()
+    out = run / "report.html" if out is None else out.expanduser()
     data = report_data(run)
     for problem in data["run"]["problems"]:
         warn(problem)

@@ -35,17 +35,6 @@ class RunData:
     problems: list[str]  # what else could not be read
 
 
-def expanded(path: Path) -> Path:
-    """The path with the user's home directory; raises ReportError for one that cannot exist."""
-    try:
-        path = path.expanduser()
-        path.exists()
-    except (OSError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ReportError(f"{str(path)[:200]!r} is not a usable path: {reason}") from None
-    return path
-
-
 def read_run(path: Path) -> RunData:
     """Reads a run directory; raises ReportError if it is not one."""
     if not any((path / name).exists() for name in _SIGNS):

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from manus_jax.reporting.run_data import ReportError, expanded, read_metrics
+from manus_jax.reporting.run_data import ReportError, read_metrics
 from manus_jax.status import FILE, STATES
 
 SILENT_S = 60.0
@@ -61,7 +61,7 @@ class View:
 
 def watch(run: Path, console: Console | None = None) -> None:
     """Shows a run until it ends or Ctrl-C; without a terminal, prints its status once."""
-    run = expanded(run)
+    run = run.expanduser()
     if run.exists() and not run.is_dir():
         raise ReportError(f"{run} is a file; give a run directory (train.run_dir)")
     console = console or Console()
