@@ -172,6 +172,14 @@ def test_a_model_card_that_does_not_fit_is_one_line(run, tmp_path, capsys, monke
     assert "weights.json is missing" in error_of(capsys, monkeypatch, *to_hf)
 
 
+def test_a_checkpoint_of_another_shape_is_one_line(run, tmp_path, capsys, monkeypatch):
+    edit(run / "model" / "config.json", vocab_size=304)
+    write_checksums(run / "model")
+    to_hf = ("to-hf", "--checkpoint", run, "--out", tmp_path / "out")
+    text = error_of(capsys, monkeypatch, *to_hf)
+    assert "['embed'] has shape (300, 16) on disk, expected (304, 16)" in text
+
+
 def test_a_link_out_of_the_directory_is_not_copied_but_a_cache_of_hugging_face_is(
     hf, tmp_path, capsys, monkeypatch
 ):

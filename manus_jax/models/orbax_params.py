@@ -79,12 +79,32 @@ def load_params(step_dir: Path, abstract_params: Any) -> Any:
             raise CheckpointError(f"checkpoint {step_dir} is damaged: {error}") from None
     with ocp.StandardCheckpointer() as checkpointer:
         try:
+            check_shapes(step_dir / "params", abstract_params)
             return checkpointer.restore(step_dir / "params", abstract_params)
         except (ValueError, KeyError, FileNotFoundError) as error:
             raise CheckpointError(
                 f"checkpoint {step_dir} does not fit the model in {step_dir.parent.parent}/model: "
                 + " ".join(str(error).split())[:300]
             ) from None
+
+
+def check_shapes(params_dir: Path, abstract_params: Any) -> None:
+    """Raises ValueError if the parameters have other shapes than those on disk.
+
+    Orbax would raise as well, but its unfinished reads print tracebacks of their own.
+    """
+    stored = _shapes(dict(ocp.StandardCheckpointHandler().metadata(params_dir)))
+    expected = _shapes(abstract_params)
+    for name in sorted(stored.keys() | expected.keys()):
+        if stored.get(name) != expected.get(name):
+            raise ValueError(
+                f"{name} has shape {stored.get(name)} on disk, expected {expected.get(name)}"
+            )
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in leaves}
 
 
 def save_params(run_dir: Path, params: Any, host: dict[str, Any]) -> Path:

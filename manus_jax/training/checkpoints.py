@@ -169,6 +169,8 @@ class Checkpoints:
             items[optimizer] = ocp.args.StandardRestore(_rest(abstract[part]))
         path = self.directory / str(step)
         try:
+            for part in self._parts:
+                orbax_params.check_shapes(path / _items(part)[0], abstract[part].params)
             loaded = self._checkpointer.restore(path, args=ocp.args.Composite(**items))
         except (ValueError, KeyError, FileNotFoundError) as error:
             raise CheckpointError(
