@@ -45,6 +45,7 @@ from manus_jax.weights.manifest import DELTA, read_manifest
 ARCH = Architecture("llama", 49_152, 576, 1536, 30, 9, 3, 64, rope_theta=1e5, norm_eps=1e-5)
 MAX_LENGTH = 2048
 PROMPT = 64
+HTTP = requests.Session()
 
 
 def changed(params: Any, share: float, seed: int) -> Any:
@@ -84,7 +85,7 @@ class LongRequest:
     def _run(self, url: str) -> None:
         body = {"model": "policy", "prompt": list(range(100, 100 + PROMPT)), "stream": True}
         body |= {"max_tokens": MAX_LENGTH - PROMPT, "ignore_eos": True, "seed": 1}
-        with requests.post(f"{url}/v1/completions", json=body, stream=True, timeout=600) as answer:
+        with HTTP.post(f"{url}/v1/completions", json=body, stream=True, timeout=600) as answer:
             for line in answer.iter_lines():
                 if line:
                     self.came.append(time.perf_counter())
@@ -155,13 +156,15 @@ def requests_of(round_: int, count: int, tokens: int) -> list[Request]:
 
 def tokens_per_second(pool: VllmPool, url: str, options: argparse.Namespace) -> dict[str, Any]:
     """Throughput with and without the pool, alternating, each time with an empty cache."""
-    server = VllmServer(url)
+    server = VllmServer(url, api_key=pool._api_key)
     server.examine(1, False, None)
     count = options.requests
 
     def straight(asked: list[Request]) -> list[Any]:
         with ThreadPoolExecutor(count) as threads:
-            return list(threads.map(lambda r: server.generate(r, r.session, None), asked))
+            return list(
+                threads.map(lambda r: server.generate(r, r.session, lambda _: 0, None), asked)
+            )
 
     def pooled(asked: list[Request]) -> list[Any]:
         return [future.result() for future in [pool.submit(request) for request in asked]]
@@ -171,7 +174,7 @@ def tokens_per_second(pool: VllmPool, url: str, options: argparse.Namespace) -> 
     for round_ in range(options.rounds + 1):
         asked = requests_of(round_, count, options.tokens)
         for name, way in sorted(ways.items(), reverse=bool(round_ % 2)):
-            requests.post(f"{url}/reset_prefix_cache", timeout=60)
+            HTTP.post(f"{url}/reset_prefix_cache", timeout=60)
             began = time.perf_counter()
             made = sum(len(generation.token_ids) for generation in way(asked))
             if round_:  # the first round is a warm-up
@@ -197,7 +200,8 @@ def measure(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         card, params, settings, slots=options.requests, dtype=options.dtype, max_length=MAX_LENGTH
     )
     try:
-        (url,) = pool.urls
+        (url,) = pool._members
+        HTTP.headers["Authorization"] = f"Bearer {pool._api_key}"
         results: dict[str, Any] = {}
         for name, share in (("all_changed", 1.0), ("some_changed", options.change)):
             updates = Updates(pool, url, root, params)

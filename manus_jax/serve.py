@@ -11,7 +11,9 @@ vLLM. This command does not import JAX.
 import sys
 
 from manus_jax import command
-from manus_jax.vllm.access import KEY_VARIABLE, check_host, read_api_key, refuse_in_arguments
+from manus_jax.config.vllm_options import check_options
+from manus_jax.vllm.access import KEY_VARIABLE, check_host, check_port, read_api_key
+from manus_jax.vllm.gpu_partition import gpu_names
 from manus_jax.vllm.server_process import (
     model_directory,
     run_server,
@@ -37,9 +39,16 @@ def main(arguments: list[str]) -> None:
         default=64,
         help="generations at once (64)",
     )
-    parser.add_argument("--dtype", default="auto", help="of the weights; auto: the model's")
-    parser.add_argument("--python", help="the interpreter that has vLLM")
-    parser.add_argument("--gpus", help="the visible GPUs, as in CUDA_VISIBLE_DEVICES: 4,5")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        default="auto",
+        help="of the weights; auto: the model's",
+    )
+    parser.add_argument("--python", type=command.text, help="the interpreter that has vLLM")
+    parser.add_argument(
+        "--gpus", type=gpu_names, help="the visible GPUs, as in CUDA_VISIBLE_DEVICES: 4,5"
+    )
     parser.add_argument(
         "--api-key-file", type=command.path, help=f"or {KEY_VARIABLE} in the environment"
     )
@@ -50,11 +59,13 @@ def main(arguments: list[str]) -> None:
     args = parser.parse_args(arguments)
     api_key = read_api_key(args.api_key_file)
     check_host(args.host, api_key)
-    refuse_in_arguments(args.more)
+    check_options(args.more, "after the --")
+    model = model_directory(args.model, args.max_length).absolute()
+    check_port(args.host, args.port)
     python = vllm_python(args.python)
     server = server_command(
         python,
-        model_directory(args.model).absolute(),
+        model,
         host=args.host,
         port=args.port,
         max_length=args.max_length,
@@ -65,7 +76,8 @@ def main(arguments: list[str]) -> None:
     )
     environment = server_environment(python, api_key, args.gpus)
     host = f"[{args.host}]" if ":" in args.host else args.host
-    sys.exit(run_server(server, environment, f"http://{host}:{args.port}", args.address_file))
+    url = f"http://{host}:{args.port}"
+    sys.exit(run_server(server, environment, url, model, args.address_file))
 
 
 if __name__ == "__main__":

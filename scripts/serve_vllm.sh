@@ -24,10 +24,12 @@ model=$1 count='' port=8000 host=${HOST:-127.0.0.1} group=${TENSOR_PARALLEL:-1}
 shift
 if (($#)) && [[ $1 != -- ]]; then count=$1 && shift; fi
 if (($#)) && [[ $1 != -- ]]; then port=$1 && shift; fi
+if (($#)) && [[ $1 != -- ]]; then die "unexpected '$1': options go after --"; fi
 if (($#)); then shift; fi
 for number in "${count:-1}" "$port" "$group"; do
-  [[ $number =~ ^[1-9][0-9]*$ ]] || die "'$number' is not a positive number"
+  [[ $number =~ ^[1-9][0-9]{0,4}$ ]] || die "'$number' is not a number from 1 to 99999"
 done
+((port + ${count:-1} - 1 <= 65535)) || die "ports from $port on exceed 65535"
 
 visible=${CUDA_VISIBLE_DEVICES-}
 if [[ -z ${CUDA_VISIBLE_DEVICES+set} ]] && command -v nvidia-smi >/dev/null; then

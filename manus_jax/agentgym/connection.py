@@ -7,12 +7,9 @@ of concurrent episodes.
 
 import contextlib
 import http.client
-import io
 import json
 import os
 import re
-import select
-import socket
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +18,7 @@ from urllib.parse import urlsplit
 from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind, shortened
 from manus_jax.agentgym.table import EnvironmentRow
 from manus_jax.config.server_settings import EnvPoolSettings
+from manus_jax.servers.bounded_http import TooLarge, limit_response, readable
 from manus_jax.servers.processes import ServerSetupError
 
 # uvicorn closes a connection that was idle for 5 s. A request sent at that moment would be lost,
@@ -83,43 +81,6 @@ class Response:
         return self.status != 500 and self.content.lstrip()[:1] == b"<"
 
 
-class _BoundedReader(io.RawIOBase):
-    """Reads one response from a socket within a total time and a total size.
-
-    A socket's own timeout starts again with every received byte.
-    """
-
-    def __init__(self, sock: socket.socket, deadline: float) -> None:
-        self._sock, self._deadline, self._left = sock, deadline, MAX_RESPONSE
-        self._raw = sock.makefile("rb", buffering=0)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        seconds = self._deadline - time.monotonic()
-        if seconds <= 0:
-            raise TimeoutError
-        self._sock.settimeout(seconds)
-        count = self._raw.readinto(buffer)
-        self._left -= count or 0
-        if self._left < 0:
-            raise _TooLarge
-        return count
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        """What http.client asks a socket for."""
-        return io.BufferedReader(self)
-
-
-class _TooLarge(Exception):
-    """The response exceeds MAX_RESPONSE."""
-
-
 class Connection:
     """One HTTP connection to one server; every failure is an EnvironmentFailure."""
 
@@ -141,14 +102,8 @@ class Connection:
         content = None if body is None else json.dumps(body).encode()
         headers = self.headers if body is None else {**self.headers, **_JSON}
         connection = self.connected(method, path)
-        deadline = time.monotonic() + seconds
-
-        def bounded(sock: socket.socket, *args: Any, **kwargs: Any) -> http.client.HTTPResponse:
-            return http.client.HTTPResponse(_BoundedReader(sock, deadline), *args, **kwargs)  # type: ignore[arg-type]
-
-        connection.response_class = bounded  # type: ignore[assignment]
+        limit_response(connection, seconds, MAX_RESPONSE)
         try:
-            connection.sock.settimeout(seconds)
             connection.request(method, self._parts.path + path, content, headers)
             with contextlib.closing(connection.getresponse()) as answer:
                 # With a size, a length that the server invents is not allocated in advance.
@@ -159,7 +114,7 @@ class Connection:
             self.close()
             detail = f"no answer within {seconds:g} s"
             raise self.failure(FailureKind.TIMEOUT, method, path, detail) from error
-        except (_TooLarge, OverflowError, MemoryError) as error:
+        except (TooLarge, OverflowError, MemoryError) as error:
             self.close()
             detail = f"the answer is longer than {MAX_RESPONSE >> 20} MiB"
             raise self.failure(FailureKind.MALFORMED, method, path, detail) from error
@@ -246,7 +201,7 @@ class Connection:
     def connected(self, method: str, path: str) -> http.client.HTTPConnection:
         """The open connection; the arguments name the call in failures."""
         if self._http is not None and (
-            time.monotonic() - self._last_call > _IDLE_LIMIT or _readable(self._http.sock)
+            time.monotonic() - self._last_call > _IDLE_LIMIT or readable(self._http.sock)
         ):
             self.close()
         if self._http is None:
@@ -267,16 +222,6 @@ class Connection:
     def _lost(self, method: str, path: str, error: Exception) -> EnvironmentFailure:
         detail = f"{shortened(str(error) or type(error).__name__)}; is the server running?"
         return self.failure(FailureKind.CONNECTION, method, path, detail)
-
-
-def _readable(sock: socket.socket) -> bool:
-    """Whether the server closed the connection, or sent more than the response to the last call.
-
-    A surplus response would be taken for the response to the next call.
-    """
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def _missing_fields(response: Response) -> list[str]:

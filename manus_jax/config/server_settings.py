@@ -6,6 +6,7 @@ Imports no JAX, so that the pools can be used without a learner.
 from typing import Any
 
 from manus_jax.config.binding import require, setting, settings
+from manus_jax.config.vllm_options import check_options
 
 _MAX_SECONDS = 10**6
 
@@ -88,6 +89,7 @@ class VllmSettings:
         _check_retries("vllm", self.first_retry, self.longest_retry)
         self._check_sources()
         self._check_gpus()
+        check_options(self.server_arguments, "vllm.server_arguments")
 
     def _check_sources(self) -> None:
         started = bool(self.servers) or self.gpus is not None

@@ -10,6 +10,8 @@ double in size; blocks that no stream in the batch has reached are skipped.
 
 import dataclasses
 import functools
+import math
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from manus_jax.engines.protocol import EngineError
 from manus_jax.engines.sampling import Controls, no_controls, sample
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.plain_attention import MASK_VALUE
@@ -86,12 +89,21 @@ class CachedDecoder:
     max_steps: int
 
     def new_cache(self) -> Cache:
-        def zeros(length: int) -> jax.Array:
-            shape = (self.slots, self.arch.num_kv_heads, length, self.arch.head_dim)
-            return jnp.zeros(shape, jnp.dtype(self.dtype), device=_device())
-
-        part = lambda: tuple(zeros(length) for length in block_lengths(self.max_length))
-        return tuple((part(), part()) for _ in range(self.arch.num_layers))
+        """An empty cache; EngineError if the device has less memory than it takes."""
+        layers, dtype = self.arch.num_layers, jnp.dtype(self.dtype)
+        shapes = [
+            (self.slots, self.arch.num_kv_heads, length, self.arch.head_dim)
+            for length in block_lengths(self.max_length)
+        ]
+        needed = 2 * layers * sum(map(math.prod, shapes)) * dtype.itemsize
+        if needed > (memory := _device_memory()):
+            raise EngineError(
+                f"a KV cache of {self.slots} slots x {self.max_length} tokens takes "
+                f"{needed / 2**30:,.1f} GiB, and the device has {memory / 2**30:,.1f} GiB: lower "
+                "engine.slots or rollout.max_total_tokens"
+            )
+        part = lambda: tuple(jnp.zeros(shape, dtype, device=_device()) for shape in shapes)
+        return tuple((part(), part()) for _ in range(layers))
 
     def weights(self, params: Params) -> Weights:
         """A copy of the policy's parameters in the compute type, with one dict per layer.
@@ -198,6 +210,13 @@ class CachedDecoder:
 
 def _device() -> SingleDeviceSharding:
     return SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _device_memory() -> int:
+    """Bytes of the device's memory, or of the host's for a CPU."""
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return statistics.get("bytes_limit", host)
 
 
 def place(batch: Any) -> Any:

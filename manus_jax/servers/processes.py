@@ -7,6 +7,7 @@ a back-off; one that keeps dying is given up.
 """
 
 import contextlib
+import functools
 import http.client
 import logging
 import os
@@ -30,6 +31,7 @@ _log = logging.getLogger(__name__)
 _ANNOUNCEMENT = re.compile(r"serving (?:\S+ at )?(https?://\S+)")
 _POLL = 0.1
 _TAIL_LINES = 20
+_MAX_LINE = 1 << 16  # characters; a longer line is read in parts
 
 
 class ServerSetupError(UserError, RuntimeError):
@@ -142,18 +144,24 @@ class ServerProcess:
         return f"ended with status {self.exit_status}; it wrote:\n{written}"
 
     def _read(self) -> None:
-        # Reading continues after the announcement, so that the pipe never fills up.
+        # Reading continues after the announcement, and when the log cannot be written: a server
+        # whose pipe is full would hang.
         assert self._process.stdout is not None
         log = self.command.log
-        with contextlib.nullcontext() if log is None else log.open("a") as file:
-            for line in self._process.stdout:
-                self._lines.append(line.rstrip())
-                if file is not None:
-                    file.write(line)
-                    file.flush()
-                announcement = _ANNOUNCEMENT.match(line)
-                if announcement and self.url is None:
-                    self.url = announcement[1].rstrip("/").removesuffix(self.command.prefix)
+        for line in iter(functools.partial(self._process.stdout.readline, _MAX_LINE), ""):
+            self._lines.append(line.rstrip())
+            announcement = _ANNOUNCEMENT.match(line)
+            if announcement and self.url is None:
+                self.url = announcement[1].rstrip("/").removesuffix(self.command.prefix)
+            try:
+                if log is not None:
+                    with log.open("a") as file:
+                        file.write(line)
+            except OSError as error:
+                _log.warning(
+                    "the output of %s is not logged any more: %s", self.command.name, error
+                )
+                log = None
 
 
 @dataclass

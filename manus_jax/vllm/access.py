@@ -7,12 +7,13 @@ other users of the machine cannot read, never from a command line or a config. T
 in vLLM's environment, without JAX.
 """
 
+import errno
 import hashlib
 import hmac
 import ipaddress
 import os
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def read_api_key(file: str | Path | None) -> str | None:
     else:
         where = str(file)
         try:
-            key = Path(file).read_text().strip()
+            key = Path(file).read_text(errors="replace").strip()
         except OSError as error:
             raise AccessError(f"the API key file {file} cannot be read: {error.strerror}") from None
         if not key:
@@ -51,6 +52,20 @@ def read_api_key(file: str | Path | None) -> str | None:
             f"{where} holds no valid API key: use printable ASCII characters without spaces"
         )
     return key
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises AccessError if a server cannot listen there."""
+    for family, address in {(entry[0], entry[4]) for entry in _resolve(host, port)}:
+        try:
+            socket.create_server(address, family=family).close()
+        except OSError as error:
+            reason = {
+                errno.EADDRINUSE: "another program uses it; give another --port",
+                errno.EACCES: "ports below 1024 need privileges; give another --port",
+                errno.EADDRNOTAVAIL: f"{host} is no address of this machine; give another --host",
+            }.get(error.errno or 0, str(error))
+            raise AccessError(f"port {port} of {host} is not available: {reason}") from None
 
 
 def check_host(host: str, api_key: str | None) -> None:
@@ -73,24 +88,16 @@ def check_host(host: str, api_key: str | None) -> None:
         raise AccessError(f"--host {host} can be reached from outside: set {_HOW_TO_GIVE_A_KEY}")
 
 
-def refuse_in_arguments(arguments: Sequence[str]) -> None:
-    """Refuses vLLM options that would bypass the checks above."""
-    for argument in arguments:
-        name = argument.partition("=")[0].replace("_", "-")
-        if name == "--api-key":
-            raise AccessError(
-                f"--api-key on a command line can be read by others: use {_HOW_TO_GIVE_A_KEY}"
-            )
-        if name == "--host":
-            raise AccessError("--host goes before the --, where it is checked")
-
-
 def _addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise AccessError(f"--host {host} is no address of this machine: {error}") from None
+    found = _resolve(host, None)
     return [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
+
+
+def _resolve(host: str, port: int | None) -> list[Any]:
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:
+        raise AccessError(f"--host {host[:100]} is no address of this machine: {error}") from None
 
 
 class KeyedRoutes:

@@ -9,17 +9,17 @@ is restored. This module does not import JAX.
 import contextlib
 import fcntl
 import logging
-import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from manus_jax.engines.protocol import EngineError
 from manus_jax.files import write_atomically
 
 _log = logging.getLogger(__name__)
 _FOLLOW_SECONDS = 2.0
-_URL = re.compile(r"https?://[^\s/]+")
+_MAX_CHARACTERS = 1 << 20  # more are not read: it is some other file
 
 
 class AddressError(EngineError):
@@ -29,7 +29,8 @@ class AddressError(EngineError):
 def read_addresses(path: Path) -> list[str]:
     """Each URL once, in order; none if the file does not exist yet."""
     try:
-        text = path.read_text()
+        with path.open(errors="replace") as file:
+            text = file.read(_MAX_CHARACTERS)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -39,18 +40,34 @@ def read_addresses(path: Path) -> list[str]:
         url = line.partition("#")[0].strip().rstrip("/")
         if not url:
             continue
-        if not _URL.fullmatch(url):
+        if not _is_address(url):
             raise AddressError(
-                f"{path}, line {number}: {url!r} is not an address like http://HOST:PORT"
+                f"{path}, line {number}: {url[:100]!r} is not an address like http://HOST:PORT"
             )
         urls[url] = None
     return list(urls)
 
 
-def register(path: Path, url: str) -> None:
-    """Adds the URL if it is missing."""
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or an address with brackets in the wrong place
+        return False
+    return known and not parts.path and url.isprintable() and " " not in url
+
+
+def check_address_file(path: Path) -> None:
+    """Raises AddressError if a server cannot be listed in the file."""
     if not path.parent.is_dir():
         raise AddressError(f"there is no directory {path.parent} for the address file {path.name}")
+    read_addresses(path)
+    with _locked(path):
+        pass
+
+
+def register(path: Path, url: str) -> None:
+    """Adds the URL if it is missing."""
     if url in read_addresses(path):
         return
     with _locked(path):

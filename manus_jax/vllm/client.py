@@ -2,24 +2,22 @@
 
 Uses vLLM's token-in-token-out route and its routes for reinforcement learning. Errors distinguish
 an invalid request, which every server would refuse, from a failed server, in which case another
-server can take the request.
+server can take the request. What a server returns is checked before anything is trained on it.
 """
 
 import contextlib
 import dataclasses
-import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-import requests
 
 from manus_jax.config.server_settings import VllmSettings
 from manus_jax.engines.protocol import EngineError, FinishReason, Generation, Request
 from manus_jax.models.architecture import Architecture, ModelError, from_hf_config
+from manus_jax.servers.bounded_http import BadResponse, parse_json
 from manus_jax.vllm.access import KEY_VARIABLE
-from manus_jax.vllm.http_connections import BreakableSession
+from manus_jax.vllm.http_connections import Connections
 from manus_jax.weights.manifest import Identity
 
 # vLLM prepends this to the id of a request.
@@ -27,11 +25,18 @@ _ID_PREFIX = "generate-tokens-"
 _FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 _HOW_TO_GIVE_A_KEY = f"give the key that it was started with in {KEY_VARIABLE}"
 _HOW_TO_START = "start it with `python -m manus_jax.serve`"
+_MAX_BYTES = 64 << 20  # of a response; 32,000 tokens with their log-probs take 3 MB
+_LOWEST_LOG_PROB = -9999.0  # vLLM's value for -inf, the log-prob of what cannot be sampled
+_MAX_REQUESTS = 100_000  # at once; more is not credible
 _NOT_COMPARED = ("max_positions", "initializer_range")  # they do not affect the forward pass
 
 
 class ServerFailure(EngineError):
     """The server cannot serve the request now; another one may."""
+
+
+class BadAnswer(ServerFailure):
+    """The server answers, but not as vLLM does."""
 
 
 class IncompatibleServer(ServerFailure):
@@ -55,12 +60,6 @@ def label_of(identity: Identity) -> str:
     return f"{identity.number}-{identity.id}"
 
 
-def number_of(label: str) -> int | None:
-    """The version's number; None for weights that were not published by this project."""
-    number, dash, _ = label.partition("-")
-    return int(number) if dash and number.isdigit() else None
-
-
 class VllmServer:
     """Thread-safe; any number of generations at once.
 
@@ -74,29 +73,39 @@ class VllmServer:
         self, url: str, settings: VllmSettings | None = None, api_key: str | None = None
     ) -> None:
         self.url = url.rstrip("/")
-        self._settings = settings or VllmSettings(urls=(url,), push=False)
-        self._model = ""
+        self._settings = settings or VllmSettings(urls=(self.url,), push=False)
+        self._model = self.model_path = ""
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._control = BreakableSession(headers)
-        self._generations = BreakableSession(headers)
+        self._control = Connections(self.url, headers)
+        self._generations = Connections(self.url, headers)
 
     def examine(self, max_length: int, push: bool, model: Architecture | None) -> int:
         """How many requests the server runs at once; IncompatibleServer if it cannot be used.
+
+        Sets `model_path`, the directory of the served model.
 
         Args:
           max_length: the context that is needed.
           push: whether it must take weights.
           model: the architecture that it must serve; None: any.
         """
-        models = self._call("GET", "/v1/models", self._settings.check_timeout)
-        with self._parsing():
-            served = models["data"][0]
-            self._model, context = served["id"], int(served["max_model_len"])
+        try:
+            return self._examine(max_length, push, model)
+        except BadAnswer as error:
+            raise IncompatibleServer(f"{error}; it is no vLLM server: {_HOW_TO_START}") from None
+
+    def _examine(self, max_length: int, push: bool, model: Architecture | None) -> int:
+        context = self.read_model()
         # The first call is slow: it also collects information about the machine.
         answer = self._call("GET", "/server_info?config_format=json", self._settings.update_timeout)
-        with self._parsing():
-            config = answer["vllm_config"]
-        mode = _find(config, "logprobs_mode")
+        with self._parsing("/server_info"):
+            config = dict(answer["vllm_config"])
+            mode = _find(config, "logprobs_mode")
+            transfer = _find(config, "weight_transfer_config") or {}
+            takes_weights = transfer.get("backend") == "manus_jax"
+            max_requests = int(_find(config, "max_num_seqs"))
+            if not 1 <= max_requests <= _MAX_REQUESTS:
+                raise ValueError(f"max_num_seqs = {max_requests}")
         if mode != "processed_logprobs":
             raise IncompatibleServer(
                 f"{self.url} reports {mode}, which differ from the distribution it samples from; "
@@ -107,8 +116,6 @@ class VllmServer:
                 f"{self.url} has a context of {context} tokens and {max_length} are needed: "
                 f"start it with --max-model-len {max_length}"
             )
-        transfer = _find(config, "weight_transfer_config") or {}
-        takes_weights = transfer.get("backend") == "manus_jax"
         if push and not takes_weights:
             raise IncompatibleServer(
                 f"{self.url} was started without this project's plug-in and takes no weights: "
@@ -117,14 +124,22 @@ class VllmServer:
         different = None
         if model is not None and takes_weights:
             answer = self._rpc("served_config", {})
-            with self._parsing():
+            with self._parsing("/collective_rpc"):
                 different = _difference(model, dict(answer["results"][0]))
         if different is not None:
             raise IncompatibleServer(
                 f"{self.url} serves another model than the one that is trained: {different}; "
                 "start it from that model's directory, or from the versions in vllm.weights_dir"
             )
-        return int(_find(config, "max_num_seqs") or 1)
+        return max_requests
+
+    def read_model(self) -> int:
+        """Sets `model_path`; returns the context of the served model in tokens."""
+        models = self._call("GET", "/v1/models", self._settings.check_timeout)
+        with self._parsing("/v1/models"):
+            served = models["data"][0]
+            self._model, self.model_path = str(served["id"]), str(served["root"])
+            return int(served["max_model_len"])
 
     def check_health(self) -> None:
         self._call("GET", "/health", self._settings.check_timeout)
@@ -132,18 +147,28 @@ class VllmServer:
     def weight_label(self) -> str:
         """The label of the loaded weights. May be slow: the engine responds between two steps."""
         answer = self._call("GET", "/weight_info", self._settings.generate_timeout)
-        with self._parsing():
+        with self._parsing("/weight_info"):
             return str(answer["weight_version"])
 
     def prefix_cache(self) -> PrefixCache:
-        answer = self._answer("GET", "/metrics", self._settings.check_timeout)
-        return _prefix_cache(answer.text)
+        content = self._content("GET", "/metrics", self._settings.check_timeout)
+        with self._parsing("/metrics"):
+            return _prefix_cache(content.decode())
 
-    def generate(self, request: Request, request_id: str, other_weights: int | None) -> Generation:
-        """Generates tokens; those from unpublished weights get the version `other_weights`.
+    def generate(
+        self,
+        request: Request,
+        request_id: str,
+        version_of: Callable[[str], int | None],
+        vocab_size: int | None,
+    ) -> Generation:
+        """Generates tokens.
 
-        With `other_weights` None, unpublished weights are an error. `request_id` is the argument of
-        `abort`.
+        Args:
+          request: the prompt and how to sample.
+          request_id: the argument of `abort`.
+          version_of: the version of weights, given their label; None: they must not be used.
+          vocab_size: of the model; None: not known.
         """
         how = request.sampling
         sampling = {
@@ -167,31 +192,36 @@ class VllmServer:
         }
         timeout = self._settings.generate_timeout
         answer = self._call("POST", "/inference/v1/generate", timeout, body)
-        with self._parsing():
-            return self._generation(answer["choices"][0], other_weights)
+        with self._parsing("/inference/v1/generate"):
+            made = self._generation(answer["choices"][0], version_of)
+            _check_generation(made, request, vocab_size)
+        return made
 
-    def _generation(self, choice: dict[str, Any], other_weights: int | None) -> Generation:
+    def _generation(
+        self, choice: dict[str, Any], version_of: Callable[[str], int | None]
+    ) -> Generation:
         reason = _FINISHED.get(choice["finish_reason"])
         if reason is None:
             raise ServerFailure(f"{self.url} ended a generation with {choice['finish_reason']!r}")
-        ids = [int(i) for i in choice["token_ids"]]
-        log_probs = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
+        ids = choice["token_ids"]
+        entries = choice["logprobs"]["content"]
+        if any(type(i) is not int for i in ids) or [entry["token_id"] for entry in entries] != ids:
+            raise ValueError(f"{len(ids)} tokens, and log-probs of {len(entries)} other tokens")
         versions: list[int] = []
         for span in choice["weight_versions"]:
-            number = number_of(span["version"])
-            if number is None:
-                number = other_weights
-            if number is None:
+            version = version_of(span["version"])
+            if version is None:
                 raise ServerFailure(
-                    f"{self.url} sampled from weights {span['version']!r}: it was restarted"
+                    f"{self.url} sampled from weights {span['version']!r}, which it was not given: "
+                    "it was restarted, or it is used by another learner too"
                 )
-            versions += [number] * (int(span["end"]) - int(span["start"]))
-        if not len(ids) == len(log_probs) == len(versions):
-            raise ServerFailure(
-                f"{self.url} returned {len(ids)} tokens, {len(log_probs)} log-probs and "
-                f"{len(versions)} weight versions"
-            )
-        return Generation(tuple(ids), tuple(log_probs), tuple(versions), reason)
+            if span["start"] != len(versions) or span["end"] > len(ids):
+                raise ValueError(f"weight versions of other tokens: {span}")
+            versions += [version] * (span["end"] - span["start"])
+        if len(versions) != len(ids):
+            raise ValueError(f"{len(ids)} tokens and {len(versions)} weight versions")
+        log_probs = tuple(float(entry["logprob"]) for entry in entries)
+        return Generation(tuple(ids), log_probs, tuple(versions), reason)
 
     def abort(self, request_ids: list[str]) -> None:
         """Ends generations; their `generate` calls raise ServerFailure."""
@@ -211,13 +241,14 @@ class VllmServer:
         self._call("POST", "/start_weight_update", update)
         self._call("POST", "/update_weights", update, {"update_info": dataclasses.asdict(identity)})
         self._call("POST", "/finish_weight_update", update, {"weight_version": label_of(identity)})
-        self._call("POST", "/reset_prefix_cache?reset_running_requests=true", update)
         self.resume()
         return time.monotonic() - began
 
     def resume(self) -> None:
-        """Continues generations that were paused."""
-        self._call("POST", "/resume", self._settings.update_timeout)
+        """Drops the cache of other weights and continues generations that were paused."""
+        update = self._settings.update_timeout
+        self._call("POST", "/reset_prefix_cache?reset_running_requests=true", update)
+        self._call("POST", "/resume", update)
 
     def _fetch(self, root: Path, identity: Identity) -> None:
         where = {"directory": str(root.absolute()), "number": identity.number}
@@ -226,21 +257,23 @@ class VllmServer:
         deadline = time.monotonic() + limit
         while True:
             answer = self._rpc("fetched_weights", {})
-            with self._parsing():
+            with self._parsing("/collective_rpc"):
                 workers = answer["results"]
                 problems = [worker["error"] for worker in workers if worker["error"]]
+                busy = any(worker["busy"] for worker in workers)
+                held = [worker["held"] for worker in workers]
             if problems:
                 raise ServerFailure(
                     f"{self.url} cannot take version {identity.number}: {problems[0]}"
                 )
-            if not any(worker["busy"] for worker in workers):
+            if not busy:
                 break
             if time.monotonic() > deadline:
                 raise ServerFailure(
                     f"{self.url} did not read version {identity.number} in {limit:g} s"
                 )
             time.sleep(0.05)
-        if any(worker["held"] != dataclasses.asdict(identity) for worker in workers):
+        if not held or any(version != dataclasses.asdict(identity) for version in held):
             raise ServerFailure(f"{self.url} read a different version {identity.number} in {root}")
 
     def _rpc(self, method: str, arguments: dict[str, Any]) -> Any:
@@ -248,42 +281,53 @@ class VllmServer:
         return self._call("POST", "/collective_rpc", self._settings.update_timeout, body)
 
     @contextlib.contextmanager
-    def _parsing(self) -> Iterator[None]:
-        """Converts errors in parsing a response to ServerFailure."""
+    def _parsing(self, path: str) -> Iterator[None]:
+        """Converts errors in reading a response to BadAnswer."""
         try:
             yield
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ServerFailure(f"{self.url} gave an unexpected answer: {error!r}") from None
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            problem = " ".join(repr(error).split())[:200]
+            raise BadAnswer(f"{self.url}{path} gave an unexpected answer: {problem}") from None
 
     def _call(self, method: str, path: str, timeout: float, body: Any = None) -> Any:
-        answer = self._answer(method, path, timeout, body)
-        if not answer.content:
+        content = self._content(method, path, timeout, body)
+        if not content:
             return None
         try:
-            return answer.json()
-        except ValueError:
-            raise ServerFailure(f"{self.url}{path} did not answer with JSON") from None
+            return parse_json(content)
+        except BadResponse as error:
+            raise BadAnswer(f"the answer of {self.url}{path} {error}") from None
 
-    def _answer(
-        self, method: str, path: str, timeout: float, body: Any = None
-    ) -> requests.Response:
-        inference = path.startswith("/inference")
-        session = self._generations if path.endswith("/generate") else self._control
-        limits = (min(timeout, self._settings.check_timeout), timeout)
+    def _content(self, method: str, path: str, timeout: float, body: Any = None) -> bytes:
+        connections = self._generations if path.endswith("/generate") else self._control
+        connect = min(timeout, self._settings.check_timeout)
         try:
-            answer = session.request(method, self.url + path, body, limits)
-        except requests.RequestException as error:
+            status, content = connections.request(
+                method,
+                path,
+                body,
+                connect_seconds=connect,
+                seconds=timeout,
+                max_bytes=_MAX_BYTES,
+            )
+        except TimeoutError:
+            raise ServerFailure(
+                f"{self.url} does not answer: {path} took more than {timeout:g} s"
+            ) from None
+        except OSError as error:
             raise ServerFailure(f"{self.url} does not answer ({type(error).__name__})") from None
-        if answer.status_code >= 400:
-            said = f"{self.url}{path} answered {answer.status_code}: {_message(answer)}"
-            if inference and answer.status_code in (400, 413, 422):
-                raise RequestRefused(said)
-            if answer.status_code == 401:
-                raise IncompatibleServer(f"{said}; {_HOW_TO_GIVE_A_KEY}")
-            if answer.status_code == 404:
-                raise IncompatibleServer(f"{said}; {_HOW_TO_START}")
-            raise ServerFailure(said)
-        return answer
+        except BadResponse as error:
+            raise BadAnswer(f"the answer of {self.url}{path} {error}") from None
+        if 200 <= status < 300:
+            return content
+        problem = f"{self.url}{path} answered {status}: {_message(content)}"
+        if path.startswith("/inference") and status in (400, 413, 422):
+            raise RequestRefused(problem)
+        if status in (401, 403):
+            raise IncompatibleServer(f"{problem}; {_HOW_TO_GIVE_A_KEY}")
+        if status < 400 or status in (404, 405):
+            raise IncompatibleServer(f"{problem}; {_HOW_TO_START}")
+        raise ServerFailure(problem)
 
     def break_off(self) -> None:
         """Makes generations in flight fail at once with ServerFailure."""
@@ -295,12 +339,30 @@ class VllmServer:
         self._generations.close()
 
 
-def _message(answer: requests.Response) -> str:
+def _check_generation(made: Generation, request: Request, vocab_size: int | None) -> None:
+    """Raises ValueError for what no server can have sampled for the request."""
+    ids, how = made.token_ids, request.sampling
+    if vocab_size is not None and not all(0 <= i < vocab_size for i in ids):
+        raise ValueError(f"token ids {min(ids)}..{max(ids)}, and the model has {vocab_size}")
+    # Rounding may raise the log-prob of a certain token slightly above 0; NaN fails both sides.
+    if not all(_LOWEST_LOG_PROB < log_prob < 0.01 for log_prob in made.log_probs):
+        wrong = [x for x in made.log_probs if not _LOWEST_LOG_PROB < x < 0.01]
+        raise ValueError(f"the log-prob {wrong[0]} of a sampled token")
+    full = len(ids) == how.max_tokens
+    if not ids or len(ids) > how.max_tokens or (made.finish_reason == "length" and not full):
+        raise ValueError(f"{len(ids)} tokens of {how.max_tokens}, ended by {made.finish_reason!r}")
+    if any(i in how.stop_ids for i in ids[:-1]):
+        raise ValueError("tokens after a stop token")
+    if made.finish_reason == "stop" and ids[-1] not in how.stop_ids and not how.stop_strings:
+        raise ValueError(f"token {ids[-1]} ended a generation, and it is no stop token")
+
+
+def _message(content: bytes) -> str:
     try:
-        error = answer.json()["error"]
+        error = parse_json(content)["error"]
         return str(error["message"] if isinstance(error, dict) else error)[:300]
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError):
-        return answer.text[:300]
+    except (BadResponse, LookupError, TypeError):
+        return content[:300].decode(errors="replace")
 
 
 def _prefix_cache(text: str) -> PrefixCache:

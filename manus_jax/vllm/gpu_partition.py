@@ -4,8 +4,10 @@ A process sees the GPUs that CUDA_VISIBLE_DEVICES names. The split is computed b
 initialises CUDA, because nothing else prevents two processes from using the same GPU.
 """
 
+import argparse
 import dataclasses
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +19,16 @@ VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 ORDER_VARIABLE = "CUDA_DEVICE_ORDER"  # PCI_BUS_ID: CUDA numbers GPUs as nvidia-smi does
 
 
+def gpu_names(text: str) -> str:
+    """The text, if it is a list for CUDA_VISIBLE_DEVICES; else ArgumentTypeError, for argparse."""
+    names = text.split(",")
+    if not all(re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", name) for name in names):
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not a list of GPUs such as 4,5")
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} names a GPU twice")
+    return text
+
+
 def visible_gpus() -> tuple[str, ...]:
     """The GPUs in CUDA_VISIBLE_DEVICES; if it is not set, all that nvidia-smi lists."""
     given = os.environ.get(VISIBLE_VARIABLE)
@@ -24,8 +36,8 @@ def visible_gpus() -> tuple[str, ...]:
         return tuple(name.strip() for name in given.split(",") if name.strip() not in ("", "-1"))
     command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     try:
-        listed = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
         return ()
     return tuple(listed.stdout.split()) if listed.returncode == 0 else ()
 

@@ -1,51 +1,68 @@
-"""An HTTP session whose requests in flight can be aborted from another thread.
+"""HTTP connections to one server, whose requests in flight can be aborted from another thread.
 
 A request to a hanging server would otherwise block its worker thread, and the exit of the program,
 until its timeout.
 """
 
 import contextlib
+import http.client
+import json
 import socket
 import threading
-import weakref
-from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
-import requests
-from requests.adapters import HTTPAdapter
-from urllib3.connection import HTTPConnection
-from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from manus_jax.servers.bounded_http import exchange, readable
 
 
-class BreakableSession:
-    """An HTTP session; thread-safe, without proxies."""
+class Connections:
+    """Thread-safe; connections are kept open and reused. Proxies are not used."""
 
-    def __init__(self, headers: dict[str, str]) -> None:
+    def __init__(self, url: str, headers: dict[str, str]) -> None:
+        self._parts = urlsplit(url)
+        self._headers = {**headers, "Content-Type": "application/json"}
         self._lock = threading.Lock()
-        self._open: weakref.WeakSet[HTTPConnection] = weakref.WeakSet()
+        self._idle: list[http.client.HTTPConnection] = []
+        self._busy: set[http.client.HTTPConnection] = set()
         self._closed = False
-        self._session = requests.Session()
-        self._session.trust_env = False
-        self._session.headers.update(headers)
-        adapter = HTTPAdapter(pool_connections=1, pool_maxsize=512)
-        adapter.poolmanager.pool_classes_by_scheme = {
-            "http": _tracked(HTTPConnectionPool, self._register),
-            "https": _tracked(HTTPSConnectionPool, self._register),
-        }
-        self._session.mount("http://", adapter)
-        self._session.mount("https://", adapter)
 
     def request(
-        self, method: str, url: str, body: Any, timeout: tuple[float, float]
-    ) -> requests.Response:
-        """`timeout`: seconds to connect, and to wait for the answer."""
-        return self._session.request(method, url, json=body, timeout=timeout)
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        *,
+        connect_seconds: float,
+        seconds: float,
+        max_bytes: int,
+    ) -> tuple[int, bytes]:
+        """The status and content of the response; raises as `bounded_http.exchange` does.
+
+        `seconds` is the time for the request and the whole response, once connected.
+        """
+        content = None if body is None else json.dumps(body).encode()
+        connection = self._take() or self._connect(connect_seconds)
+        try:
+            answer = exchange(
+                connection,
+                method,
+                self._parts.path + path,
+                content,
+                self._headers,
+                seconds,
+                max_bytes,
+            )
+        except BaseException:
+            self._put_back(connection, reusable=False)
+            raise
+        self._put_back(connection, reusable=connection.sock is not None)
+        return answer
 
     def break_off(self) -> None:
-        """Makes requests in flight fail with requests.ConnectionError; later ones reconnect."""
+        """Makes requests in flight fail with OSError or BadResponse; later ones reconnect."""
         with self._lock:
-            connections = list(self._open)
-        for connection in connections:
+            busy = list(self._busy)
+        for connection in busy:
             sock = connection.sock
             if sock is not None:
                 with contextlib.suppress(OSError):  # it was closed in the meantime
@@ -55,23 +72,42 @@ class BreakableSession:
         """Aborts requests in flight; later ones fail."""
         with self._lock:
             self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
         self.break_off()
-        self._session.close()
 
-    def _register(self, connection: HTTPConnection) -> None:
+    def _take(self) -> http.client.HTTPConnection | None:
+        """An idle connection that the server has not closed."""
         with self._lock:
-            if self._closed:
-                raise OSError("the session is closed")
-            self._open.add(connection)
+            while self._idle and not self._closed:
+                connection = self._idle.pop()
+                if not readable(connection.sock):
+                    self._busy.add(connection)
+                    return connection
+                connection.close()
+        return None
 
+    def _connect(self, seconds: float) -> http.client.HTTPConnection:
+        secure = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=seconds)
+        try:
+            connection.connect()
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except ValueError as error:  # a host name that cannot be encoded
+            raise OSError(str(error)) from None
+        with self._lock:
+            if not self._closed:
+                self._busy.add(connection)
+                return connection
+        connection.close()
+        raise OSError("the connections are closed")
 
-def _tracked(pool: type[HTTPConnectionPool], register: Callable[[Any], None]) -> Any:
-    """urllib3's connection pool class, with connections that register themselves."""
-    base: Any = pool.ConnectionCls
-
-    class Connection(base):
-        def connect(self) -> None:
-            super().connect()
-            register(self)
-
-    return type("Pool", (pool,), {"ConnectionCls": Connection})
+    def _put_back(self, connection: http.client.HTTPConnection, reusable: bool) -> None:
+        with self._lock:
+            self._busy.discard(connection)
+            if reusable and not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()

@@ -8,7 +8,7 @@ current weights; one that fails is marked down (`servers.health`) and returns by
 import dataclasses
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 
 from manus_jax.engines.protocol import EngineError, Generation, Request
@@ -17,6 +17,8 @@ from manus_jax.vllm.client import PrefixCache, VllmServer
 from manus_jax.weights.manifest import Identity
 
 _NEW = Health(problem="not reached yet")
+MAX_BAD_ANSWERS = 3
+"""Generations in a row that cannot be used, before a server is marked down."""
 
 
 @dataclasses.dataclass
@@ -42,6 +44,8 @@ class Member:
     in_flight: int = 0
     health: Health = _NEW
     weights: Identity | None = None  # the version that it last loaded
+    served: tuple[str, str] | None = None  # model path and label of weights that it keeps
+    bad_answers: int = 0  # in a row
     incompatible: bool = False  # it cannot serve until it is started differently
     loading: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     counters: ServerCounters = dataclasses.field(default_factory=ServerCounters)
@@ -63,7 +67,10 @@ class Member:
     def go_down(self, problem: str, now: float, back_off: BackOff) -> None:
         """The server failed; its requests in flight are sent to other servers."""
         self.set_in_flight(0)
-        self.ready, self.health = False, self.health.mark_down(problem, now, back_off)
+        # A server that answers nonsense comes up each time; its back-off must grow all the same.
+        failures = max(self.health.incidents, self.bad_answers - MAX_BAD_ANSWERS)
+        health = dataclasses.replace(self.health, incidents=failures)
+        self.ready, self.health = False, health.mark_down(problem, now, back_off)
 
     def set_in_flight(self, count: int) -> None:
         """Also updates the total time with requests in flight."""
@@ -83,12 +90,17 @@ class Member:
         }
 
 
-def choose(members: Iterable[Member], home: str | None, imbalance: int) -> Member | None:
+def choose(
+    members: Iterable[Member], home: str | None, imbalance: int, avoid: Collection[str] = ()
+) -> Member | None:
     """The server for a session that was on `home`, a URL; None while none has room.
 
     The session moves if its server has over `imbalance` more requests than the least loaded one.
+    Servers to `avoid`, on which the request failed, are used if no other is in service.
     """
-    open_now = [m for m in members if m.ready and m.in_flight < m.capacity]
+    ready = [m for m in members if m.ready]
+    others = [m for m in ready if m.server.url not in avoid]
+    open_now = [m for m in others or ready if m.in_flight < m.capacity]
     if not open_now:
         return None
     least = min(open_now, key=lambda m: m.in_flight)
@@ -105,6 +117,7 @@ class Job:
     request: Request
     future: "Future[Generation]"
     failures: int = 0
+    failed_on: set[str] = dataclasses.field(default_factory=set)  # URLs of servers
     attempt_id: str = ""
     member: Member | None = None
 

@@ -8,6 +8,7 @@ be a temporary one.
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import tempfile
@@ -30,6 +31,7 @@ from manus_jax.vllm.access import KEY_VARIABLE, read_api_key
 from manus_jax.vllm.addresses import AddressFollower, read_addresses
 from manus_jax.vllm.gpu_partition import group_gpus, split_gpus, visible_gpus
 from manus_jax.vllm.pool import VllmPool
+from manus_jax.vllm.server_process import is_cpu_build, vllm_python
 from manus_jax.weights.publisher import Publisher
 
 _log = logging.getLogger(__name__)
@@ -48,9 +50,13 @@ def open_vllm(
 ) -> VllmPool:
     """A pool with the given weights as version 0; closing it stops the servers started here.
 
-    The API key of servers elsewhere comes from the environment. `card` may be None if the servers
-    keep their weights; they may then serve any model.
+    The API key of servers elsewhere comes from the environment. Servers started here get a random
+    one, because other users of the machine can reach their routes. `card` may be None if the
+    servers keep their weights; they may then serve any model.
     """
+    if settings.address_file is None and not settings.urls:
+        is_cpu_build(vllm_python(settings.python))  # raises if there is no vLLM to start
+    api_key = read_api_key(None)
     resources = contextlib.ExitStack()
     try:
         publisher, first = None, None
@@ -70,8 +76,10 @@ def open_vllm(
             urls = list(settings.urls)
         else:
             assert publisher is not None
+            api_key = secrets.token_urlsafe(32)
+            logs = root / "logs"
             supervisor = supervise(
-                settings, publisher.root, slots, dtype, max_length, root / "logs"
+                settings, publisher.root, slots, dtype, max_length, logs, api_key
             )
             resources.callback(supervisor.stop)
             urls = supervisor.start()
@@ -82,7 +90,7 @@ def open_vllm(
             publisher=publisher,
             target=None if first is None else first.identity,
             model=None if card is None else card.architecture,
-            api_key=read_api_key(None),
+            api_key=api_key,
             resources=resources,
         )
         resources.enter_context(STATUS.serving("vllm", pool.problems))
@@ -100,7 +108,13 @@ def open_vllm(
 
 
 def supervise(
-    settings: VllmSettings, model: Path, slots: int, dtype: str, max_length: int, logs: Path
+    settings: VllmSettings,
+    model: Path,
+    slots: int,
+    dtype: str,
+    max_length: int,
+    logs: Path,
+    api_key: str,
 ) -> ServerSupervisor:
     """A supervisor, not yet started, of servers on this machine, each with its own GPUs if any.
 
@@ -122,8 +136,7 @@ def supervise(
     common += ["--slots", str(-(-slots // len(groups)))]
     if settings.python is not None:
         common += ["--python", settings.python]
-    # Servers on loopback that only this program uses need no key.
-    environment = {k: v for k, v in os.environ.items() if k != KEY_VARIABLE}
+    environment = {**os.environ, KEY_VARIABLE: api_key}
     if settings.gpus is None:
         # vLLM would bind the threads of all servers to the same cores. Each server gets its share
         # of the cores, less one, which vLLM leaves to its scheduler process.

@@ -27,13 +27,14 @@ from manus_jax.models.architecture import Architecture
 from manus_jax.servers.health import BackOff
 from manus_jax.status import STATUS
 from manus_jax.vllm.client import (
+    BadAnswer,
     IncompatibleServer,
     RequestRefused,
     ServerFailure,
     VllmServer,
     label_of,
 )
-from manus_jax.vllm.members import Job, Member, choose
+from manus_jax.vllm.members import MAX_BAD_ANSWERS, Job, Member, choose
 from manus_jax.weights.manifest import Identity
 from manus_jax.weights.publisher import Publisher
 
@@ -85,6 +86,7 @@ class VllmPool:
         # Everything below is guarded by this lock; changes are notified.
         self._change = threading.Condition()
         self._target = target
+        self._versions = {} if target is None else {label_of(target): target.number}
         self._members: dict[str, Member] = {}
         self._homes: dict[str, str] = {}  # session → URL of the server that has its cache
         self._waiting: deque[Job] = deque()
@@ -108,12 +110,6 @@ class VllmPool:
     @property
     def max_length(self) -> int:
         return self._max_length
-
-    @property
-    def urls(self) -> list[str]:
-        """All servers, in service or not."""
-        with self._change:
-            return list(self._members)
 
     def submit(self, request: Request) -> "Future[Generation]":
         """Raises EngineError for a request that can never be served, and when the queue is full."""
@@ -150,6 +146,7 @@ class VllmPool:
         """Loads a published version on all servers in service; those that fail are marked down."""
         with self._change:
             self._target = target
+            self._versions[label_of(target)] = target.number
             ready = [member for member in self._members.values() if member.ready]
             updates = [self._workers.submit(self._bring_up, member) for member in ready]
         for update in updates:
@@ -171,13 +168,13 @@ class VllmPool:
         with self._change:
             for member in self._members.values():
                 while member.weights != self._target:
-                    if member.health.incidents > 2:
+                    if member.incompatible or member.health.incidents > 2:
                         raise EngineError(member.health.problem)
                     self._change.wait(1.0)
 
     def add_server(self, url: str) -> None:
         """Adds a server, which is used as soon as it holds the current weights."""
-        url = url.rstrip("/")
+        url = _normalised(url)
         with self._change:
             if url not in self._members and self._closed is None:
                 self._members[url] = Member(VllmServer(url, self._settings, self._api_key))
@@ -186,7 +183,7 @@ class VllmPool:
 
     def remove_server(self, url: str) -> None:
         """Removes a server; its requests in flight are sent to other servers."""
-        url = url.rstrip("/")
+        url = _normalised(url)
         with self._change:
             member = self._members.get(url)
             if member is not None and self._closed is None:
@@ -260,7 +257,9 @@ class VllmPool:
                 with STATUS.working(f"vLLM server {member.server.url}: new weights"):
                     while not self._put_in_service(member, self._load(member, label), capacity):
                         pass
-            except ServerFailure as error:
+            except Exception as error:
+                if not isinstance(error, ServerFailure):  # a bug; the server is tried again later
+                    _log.exception("%s cannot be brought into service", member.server.url)
                 with self._change:
                     member.incompatible = isinstance(error, IncompatibleServer)
                     self._mark_down(member, str(error))
@@ -275,7 +274,13 @@ class VllmPool:
             return member.capacity, label
         push = self._root is not None
         capacity = member.server.examine(self._max_length, push, self._model)
-        return capacity, member.server.weight_label()
+        label = member.server.weight_label()
+        if not push:
+            served = (member.server.model_path, label)
+            if member.served not in (None, served):
+                raise IncompatibleServer(_changed(member.server.url, member.served, served))
+            member.served = served
+        return capacity, label
 
     def _load(self, member: Member, label: str) -> Identity | None:
         target = self._target
@@ -320,8 +325,13 @@ class VllmPool:
         try:
             member.server.check_health()
             label = member.server.weight_label()
+            if member.served is not None:
+                member.server.read_model()
         except ServerFailure as error:
             return str(error)
+        served = (member.server.model_path, label)
+        if member.served not in (None, served):
+            return _changed(member.server.url, member.served, served)
         if member.weights is not None and label != label_of(member.weights):
             return (
                 f"{member.server.url} was restarted: it holds weights {label!r} and was given "
@@ -331,11 +341,12 @@ class VllmPool:
 
     def _serve(self, job: Job, member: Member, attempt_id: str) -> None:
         """One attempt at a request."""
-        other_weights = self._version if self._root is None else None
+        version_of = self._versions.get if self._root is not None else lambda _: self._version
+        vocab_size = None if self._model is None else self._model.vocab_size
         outcome: Generation | EngineError
         try:
             with STATUS.working(f"vLLM server {member.server.url}: generation"):
-                outcome = member.server.generate(job.request, attempt_id, other_weights)
+                outcome = member.server.generate(job.request, attempt_id, version_of, vocab_size)
         except (RequestRefused, ServerFailure) as error:
             outcome = error
         problem = None
@@ -347,6 +358,10 @@ class VllmPool:
         with self._change:
             if not self._is_current(job, attempt_id):
                 return  # another attempt replaced this one, or the pool is closed
+            if isinstance(outcome, BadAnswer):
+                member.bad_answers += 1
+                if member.bad_answers >= MAX_BAD_ANSWERS:
+                    problem = problem or str(outcome)
             if problem is not None:
                 self._mark_down(member, problem)
                 return
@@ -359,6 +374,7 @@ class VllmPool:
             self._flying.discard(job)
             if isinstance(outcome, Generation):
                 member.counters.tokens += len(outcome.token_ids)
+                member.bad_answers = 0
             self._dispatch()
         if not isinstance(outcome, Generation):
             job.fail(f"session {job.request.session!r}: {outcome}")
@@ -434,6 +450,8 @@ class VllmPool:
     def _retry(self, job: Job, problem: str) -> None:
         """Puts a request back at the head of the queue, unless it failed too often."""
         self._flying.discard(job)
+        if job.member is not None:
+            job.failed_on.add(job.member.server.url)
         job.member, job.attempt_id = None, ""
         job.failures += 1
         if job.future.cancelled():
@@ -446,9 +464,9 @@ class VllmPool:
     def _dispatch(self) -> None:
         """Sends waiting requests, in order, as long as there is a server with room."""
         while self._waiting:
-            session = self._waiting[0].request.session
+            session, avoid = self._waiting[0].request.session, self._waiting[0].failed_on
             home = self._homes.get(session)
-            member = choose(self._members.values(), home, self._settings.imbalance)
+            member = choose(self._members.values(), home, self._settings.imbalance, avoid)
             if member is None:
                 return
             job, url = self._waiting.popleft(), member.server.url
@@ -491,6 +509,18 @@ class VllmPool:
         if self._waiting and not self._serves():
             times.append(self._down_since + self._settings.patience)
         return min(1.0, max(0.005, min(times, default=now + 1.0) - now))
+
+
+def _normalised(url: str) -> str:
+    return (url if "://" in url else f"http://{url}").rstrip("/")
+
+
+def _changed(url: str, before: tuple[str, str], now: tuple[str, str]) -> str:
+    """The message about a server that should keep its weights and does not."""
+    return (
+        f"{url} serves {now[0]} with weights {now[1]!r} now, and served {before[0]} with "
+        f"{before[1]!r}: it was restarted; start it as before"
+    )
 
 
 def _log_bug(task: "Future[None]") -> None:

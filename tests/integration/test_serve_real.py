@@ -184,6 +184,10 @@ def test_a_server_that_comes_into_the_file_gets_the_weights_and_serves(servers, 
     assert all(numbers[f"server/{s.url.removeprefix('http://')}/requests"] for s in servers)
 
 
+def number_of(label):
+    return int(label.partition("-")[0])
+
+
 def test_weights_prepared_beside_a_server_are_those_that_it_would_load_in_the_pause(servers, pool):
     for version in (1, 2):
         pool.update_weights(init_params(Transformer, ARCH, Compute(), 10 + version), version)
@@ -191,7 +195,7 @@ def test_weights_prepared_beside_a_server_are_those_that_it_would_load_in_the_pa
         for server in servers:
             client = VllmServer(server.url, api_key=KEY)
             client.examine(1, False, None)
-            made.append(client.generate(ask("the same"), f"same-{version}", None))
+            made.append(client.generate(ask("the same"), f"same-{version}", number_of, None))
             staged.append(client._rpc("fetched_weights", {})["results"][0]["staged"])
         assert staged == [True, False]
         assert made[0].versions == (version,) * 16

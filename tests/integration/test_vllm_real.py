@@ -19,7 +19,7 @@ from manus_jax.engines.protocol import EngineError, Request, Sampling
 from manus_jax.models import huggingface
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Compute, Transformer, init_params
-from manus_jax.vllm.client import VllmServer
+from manus_jax.vllm.client import RequestRefused, VllmServer
 from manus_jax.vllm.open_pool import open_vllm
 from manus_jax.weights.manifest import version_directory
 
@@ -175,7 +175,7 @@ def test_tokens_per_second_and_the_prefix_cache_are_in_the_metrics(trained):
     for seed in (21, 22):  # the second finds the first one's prompt
         trained.pool.submit(ask(LONG_PROMPT, seed=seed)).result(120)
     (member,) = trained.pool._members.values()
-    name = f"server/{member.state.url.removeprefix('http://')}"
+    name = f"server/{member.server.url.removeprefix('http://')}"
     deadline = time.monotonic() + 60
     while not (numbers := trained.pool.metrics())[f"{name}/prefix_cache_hit_rate"]:
         assert time.monotonic() < deadline
@@ -212,8 +212,11 @@ def test_a_cancelled_generation_ends_on_the_server(trained):
 
 
 def test_a_request_that_vllm_refuses_fails_at_once(trained):
-    with pytest.raises(EngineError, match="out of vocabulary"):
-        trained.pool.submit(ask((1, 99_999))).result(120)
+    with pytest.raises(EngineError, match=r"prompt ids must be in 0\.\.319"):
+        trained.pool.submit(ask((1, 99_999)))
+    (member,) = trained.pool._members.values()
+    with pytest.raises(RequestRefused, match="out of vocabulary"):
+        member.server.generate(ask((1, 99_999)), "refused", lambda _: 0, None)
     assert trained.pool.submit(ask()).result(120).token_ids
 
 

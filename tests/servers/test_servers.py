@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from manus_jax.servers.health import HEALTHY, BackOff
-from manus_jax.servers.processes import answers, free_ports
+from manus_jax.servers.processes import ServerCommand, ServerProcess, answers, free_ports
 
 BACK_OFF = BackOff(first=1.0, limit=4.0)
 
@@ -37,3 +40,18 @@ def test_servers_their_settings_and_the_serve_command_need_no_jax() -> None:
         "assert not {'jax', 'flax', 'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+def test_output_is_read_when_it_cannot_be_logged_and_when_it_is_one_long_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "chatty.py").write_text(
+        "print('x' * 10**7, flush=True)\nprint('serving http://a:1', flush=True)\n"
+    )
+    environment = {"PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}"}
+    command = ServerCommand("vLLM", "chatty", (), environment, log=tmp_path / "gone" / "log")
+    process = ServerProcess(command)
+    process.wait(60)
+    assert process.url == "http://a:1" and process.exit_status == 0
+    assert caplog.text.count("output of vLLM is not logged any more") == 1

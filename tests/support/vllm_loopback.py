@@ -28,6 +28,9 @@ class LoopbackServer:
         self.gate.set()
         self.running = threading.Semaphore(0)  # released once for every generation that began
         self.failing = {}  # path → status to answer with
+        self.instead = {}  # path → what to answer, or a function that writes to the connection
+        self.distort = None  # a function that changes the choice of a generation
+        self.model_path = "/models/policy"
         self.aborted = set()
         self.cut_off = False  # close connections instead of answering
         self.paused = False
@@ -52,6 +55,8 @@ class LoopbackServer:
         self.calls.append(path.partition("?")[0])
         if path in self.failing:
             return self.failing[path], {"error": {"message": "made to fail"}}
+        if (instead := self.instead.get(path.partition("?")[0], self)) is not self:
+            return 200, instead
         name = path.partition("?")[0].strip("/").replace("/", "_")
         return getattr(self, f"_{name}")(body)
 
@@ -59,7 +64,8 @@ class LoopbackServer:
         return 200, None
 
     def _v1_models(self, _):
-        return 200, {"data": [{"id": "policy", "max_model_len": self.max_model_len}]}
+        model = {"id": "policy", "root": self.model_path, "max_model_len": self.max_model_len}
+        return 200, {"data": [model]}
 
     def _server_info(self, _):
         config = {
@@ -139,7 +145,10 @@ class LoopbackServer:
                 {"version": began, "start": 0, "end": half},
                 {"version": self.label, "start": half, "end": len(ids)},
             ]
-        return 200, {"choices": [_choice(ids, "length", spans)]}
+        choice = _choice(ids, "length", spans)
+        if self.distort is not None:
+            self.distort(choice)
+        return 200, {"choices": [choice]}
 
 
 def _choice(ids, reason, spans):
@@ -174,6 +183,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.owner.cut_off:
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        if callable(content):
+            self.close_connection = True
+            with contextlib.suppress(OSError):
+                content(self.connection)
             return
         text = content if isinstance(content, str) else json.dumps(content)
         data = b"" if content is None else text.encode()

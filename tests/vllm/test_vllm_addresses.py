@@ -13,6 +13,7 @@ from manus_jax.engines.protocol import EngineError
 from manus_jax.vllm.addresses import (
     AddressError,
     AddressFollower,
+    check_address_file,
     read_addresses,
     register,
     unregister,
@@ -32,7 +33,27 @@ def test_a_person_may_write_it(tmp_path):
 
 def test_a_place_that_is_not_there_is_one_line(tmp_path):
     with pytest.raises(AddressError, match=r"no directory .*gone for the address file f"):
-        register(tmp_path / "gone" / "f", "http://a:1")
+        check_address_file(tmp_path / "gone" / "f")
+    with pytest.raises(AddressError, match=r"cannot be read: Is a directory"):
+        check_address_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["http://", "http://a:port", "http://a:99999", "http://[::1", "http://a/b", "ftp://a:1"]
+)
+def test_what_is_no_address_is_named_with_its_line(tmp_path, text):
+    path = tmp_path / "addresses"
+    path.write_text(f"http://a:1\n{text}\n")
+    with pytest.raises(AddressError, match=r"line 2: .* is not an address like"):
+        read_addresses(path)
+
+
+def test_a_file_that_is_something_else_is_one_short_line(tmp_path):
+    path = tmp_path / "addresses"
+    path.write_bytes(bytes(range(256)) * 10_000)
+    with pytest.raises(AddressError, match=r"line 1: .* is not an address") as error:
+        check_address_file(path)
+    assert len(str(error.value)) < 600
 
 
 @pytest.mark.slow
@@ -41,16 +62,16 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path):
     code = (
         "import sys; from pathlib import Path\n"
         "from manus_jax.vllm.addresses import register, unregister\n"
-        "for n in range(20):\n"
+        "for n in range(1, 21):\n"
         f"    register(Path({str(path)!r}), f'http://{{sys.argv[1]}}:{{n}}')\n"
-        f"for n in range(0, 20, 2):\n"
+        f"for n in range(1, 21, 2):\n"
         f"    unregister(Path({str(path)!r}), f'http://{{sys.argv[1]}}:{{n}}')\n"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, name]) for name in "abc"]
     while any(writer.poll() is None for writer in writers):
         read_addresses(path)  # always whole
     assert all(writer.returncode == 0 for writer in writers)
-    expected = {f"http://{name}:{n}" for name in "abc" for n in range(1, 20, 2)}
+    expected = {f"http://{name}:{n}" for name in "abc" for n in range(2, 21, 2)}
     assert set(read_addresses(path)) == expected
     left = sorted(p.name for p in tmp_path.iterdir())
     assert left == [".addresses.lock", "addresses"]

@@ -10,6 +10,7 @@ from recording_python import HEALTHY, calls, recorder, snapshot
 
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.server_settings import VllmSettings
+from manus_jax.config.vllm_options import check_options
 from manus_jax.servers.processes import ServerSetupError, answers
 from manus_jax.vllm.open_pool import supervise
 
@@ -44,6 +45,10 @@ from manus_jax.vllm.open_pool import supervise
         ),
         ({"servers": -1}, "vllm.servers = -1 must be at least 0"),
         ({"address_file": "a", "weights_dir": "b", "tensor_parallel": 2}, "started here"),
+        (
+            {"servers": 1, "server_arguments": ["--tensor_paralel_size=2"]},
+            r"vllm.server_arguments: .*; did you mean --tensor-parallel-size\?",
+        ),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, message):
@@ -51,12 +56,48 @@ def test_options_that_do_not_go_together_are_refused(options, message):
         VllmSettings(**options)
 
 
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--seed", "--seed needs a value"),
+        ("--seed --enforce-eager", "--seed needs a value"),
+        ("--seed -1", "--seed '-1' is not a whole number from 0 to"),
+        ("--seed=1e400", "is not a whole number"),
+        ("--gpu-memory-utilization nan", "'nan' is not a number from 0.001 to 1"),
+        ("--gpu-memory-utilization 0", "'0' is not a number"),
+        ("--enforce-eager=1", "--enforce-eager takes no value"),
+        ("--compilation-config 3", "'3' is not a JSON object"),
+        ("--scheduling-policy best", "'best' is not one of fcfs, priority"),
+        ("--kv-cache-dtype ../x", "is not a name"),
+        ("policy", "'policy' is not an option of vLLM"),
+        ("-tp 2", "'-tp' is not an option of vLLM"),
+        ("--hos 0.0.0.0", "--hos is not an option of vLLM"),
+        ("--port 80", "--port goes before the --"),
+        ("--max_model_len=5", "--max-length goes before the --"),
+        ("--logprobs-mode raw_logprobs", "is set by manus_jax.serve"),
+        ("--api_key=k", "can be read by others"),
+        ("--worker-cls evil", "--worker-cls is not an option of vLLM that a server may be given"),
+        ("--config x.yaml", "--config is not an option"),
+    ],
+)
+def test_unknown_options_of_vllm_and_wrong_values_are_refused(words, message):
+    with pytest.raises(ConfigError, match=f"^here: .*{message}"):
+        check_options(words.split(), "here")
+
+
+def test_known_options_of_vllm_are_passed_on():
+    given = "--seed 4 --enforce-eager --no-enable-chunked-prefill --max_num_batched_tokens=2048 "
+    given += "--gpu-memory-utilization 0.85 --compilation-config {} --kv-cache-dtype fp8"
+    check_options(given.split(), "here")
+
+
 def test_servers_elsewhere_may_keep_their_weights():
     assert VllmSettings(urls=["http://a"], push=False).urls == ("http://a",)
 
 
 def supervised(tmp_path, slots=4, dtype="float32", **options):
-    return supervise(VllmSettings(**options), tmp_path, slots, dtype, 64, tmp_path / "logs")
+    logs = tmp_path / "logs"
+    return supervise(VllmSettings(**options), tmp_path, slots, dtype, 64, logs, "a-random-key")
 
 
 @pytest.mark.slow
@@ -98,7 +139,7 @@ from manus_jax.config.server_settings import VllmSettings
 from manus_jax.vllm.open_pool import supervise
 root = Path(sys.argv[1])
 settings = VllmSettings(servers=1, python=sys.argv[2])
-servers = supervise(settings, root, 4, "float32", 64, root / "logs")
+servers = supervise(settings, root, 4, "float32", 64, root / "logs", "a-random-key")
 print(servers.start()[0], flush=True)
 time.sleep(600)
 """
@@ -144,7 +185,8 @@ def test_every_server_that_is_started_sees_its_own_group_of_gpus(tmp_path, monke
         assert given["--max-num-seqs"] == "17"  # half of 33, and one of them more
         assert arguments[-2:] == ["--seed", "4"]
         assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-        assert "VLLM_API_KEY" not in env and "--middleware" not in arguments
+        assert env["VLLM_API_KEY"] == "a-random-key" not in arguments
+        assert given["--middleware"] == "manus_jax.vllm.access.KeyedRoutes"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from manus_jax.models import orbax_params
 from manus_jax.models.orbax_params import CheckpointError
 from manus_jax.publish import main
 from manus_jax.vllm.publishing import publish_run
-from manus_jax.weights.manifest import published_versions
+from manus_jax.weights.manifest import WeightsError, published_versions
 from manus_jax.weights.mirror import Mirror
 
 pytestmark = pytest.mark.slow
@@ -48,8 +48,39 @@ def test_the_command_says_what_it_published_and_does_it_once(tmp_path, capsys):
     main([str(run), "--to", str(to)])
     assert capsys.readouterr().out.startswith("version 2, ")
     main([str(run), "--to", str(to)])
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == f"version 2 is already in {to}\n"
     assert published_versions(to) == [2]
+
+
+def test_directories_that_hold_something_else_are_refused_and_left_alone(tmp_path):
+    run, to = tmp_path / "run", tmp_path / "weights"
+    save_step(run, 2, model())
+    before = sorted(path.relative_to(run) for path in run.rglob("*"))
+    for place, name in ((run, "checkpoints|model"), (run / "checkpoints", "2")):
+        with pytest.raises(WeightsError, match=f"contains ({name}), which is no published version"):
+            main([str(run), "--to", str(place)])
+    assert sorted(path.relative_to(run) for path in run.rglob("*")) == before
+    save_step(tmp_path / "longer", 7, model(1))
+    main([str(tmp_path / "longer"), "--to", str(to)])
+    with pytest.raises(WeightsError, match=r"has version 7, and the newest step of the run is 2"):
+        main([str(run), "--to", str(to)])
+    assert published_versions(to) == [7]
+
+
+def test_a_server_that_cannot_be_used_is_named_before_anything_is_published(tmp_path):
+    run, to = tmp_path / "run", tmp_path / "weights"
+    save_step(run, 2, model())
+    server = LoopbackServer(tmp_path)
+    server.config = CARD.config
+    for path, answer in (("/v1/models", "{}"), ("/collective_rpc", '{"results": []}')):
+        server.instead = {path: answer}
+        with pytest.raises(EngineError, match="it is no vLLM server"):
+            main([str(run), "--to", str(to), "--server", server.url])
+    server.instead, server.key = {}, "k"
+    with pytest.raises(EngineError, match="answered 401"):
+        main([str(run), "--to", str(to), "--server", server.url])
+    assert not to.exists()
+    server.close()
 
 
 def test_a_run_without_checkpoints_is_named(tmp_path):
