@@ -179,7 +179,8 @@ class Session:
             raise failure from failure.__cause__
 
     def _call(self, route: str, method: str, body: Any = None) -> Any:
-        self._check_incarnation(route)
+        if self.id is not None:  # before `create` there is nothing to lose
+            self._check_incarnation(route)
         with STATUS.working(f"{self.row.name} server {self.root}: {route}"):
             answer = self._connection.json(method, f"{self.row.prefix}/{route}", body)
         # The server may have been replaced during the call.

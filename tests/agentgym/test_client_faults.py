@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -118,6 +119,11 @@ def raw_server(
                     while b"\r\n\r\n" not in head:
                         head += connection.recv(1 << 16)
                     heads.append(head)
+                    # Closing with unread bytes would reset the connection under the response.
+                    length = re.search(rb"Content-Length: (\d+)", head, re.IGNORECASE)
+                    left = int(length[1]) - len(head.split(b"\r\n\r\n", 1)[1]) if length else 0
+                    while left > 0:
+                        left -= len(connection.recv(left))
                     respond(connection)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
