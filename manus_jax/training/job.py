@@ -32,6 +32,7 @@ from manus_jax.learner.processes import barrier
 
 T = TypeVar("T")
 _EXIT_BARRIER_S = 20.0
+_FAILURE = "failure of process 0"  # a key of meta_info that no batch uses
 
 
 class Job:
@@ -56,7 +57,7 @@ class Job:
             result = make()
         except BaseException as error:
             text = " ".join(str(error).split()) or type(error).__name__
-            failure = {"error": f"process 0: {text[:1000]}", "code": exit_code(error)}
+            failure = {_FAILURE: (f"process 0: {text[:1000]}", exit_code(error))}
             self._broadcast(DataProto.empty(failure).to_bytes())
             raise
         self._broadcast(result.to_bytes())
@@ -83,8 +84,9 @@ class Job:
 
     def _receive(self) -> DataProto:
         message = DataProto.from_bytes(self._broadcast(b""))
-        if "error" in message.meta_info:
-            raise Stopped(f"error: {message.meta_info['error']}", message.meta_info["code"])
+        if _FAILURE in message.meta_info:
+            text, code = message.meta_info[_FAILURE]
+            raise Stopped(f"error: {text}", code)
         return message
 
     def _broadcast(self, data: bytes) -> bytes:

@@ -203,7 +203,8 @@ class TestWithJava:
         assert "kitchen" in stepped("go to kitchen")["info"]["look"]
         lost = stepped("Action: focus on stove")
         assert lost["done"] and lost["score"] < 0
-        assert stepped("look around") == {"error": "The task with environment 0 has finished."}
+        error = f"The task with environment {own['id']} has finished."
+        assert stepped("look around") == {"error": error}
         assert client.post("/step_visual", own)[0] == 422
         assert client.ok("/close", own) is True
 

@@ -374,7 +374,7 @@ def test_a_validation_that_cannot_play_a_single_episode_ends_a_training_run(
         "env_pool.longest_retry = 0.01",
         *(p for p in MODEL if not p.startswith("evaluate.")),
     ]
-    with pytest.raises(EvaluationError, match="validation: all 2 episodes failed"):
+    with pytest.raises(EvaluationError, match="validation at step 0: all 2 episodes failed"):
         train.main([f"--gin_param={param}" for param in params])
     server.stop()
     assert len(list(read_trajectories(tmp_path / "run" / "trajectories" / "val_0.jsonl"))) == 2

@@ -4,13 +4,14 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from free_ports import free_pair, in_use
+from recording_python import HEALTHY, recorder, snapshot
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "scripts" / "launch_slurm.sh")
@@ -46,31 +47,17 @@ FAKES = {
     "scontrol": '#!/bin/sh\necho "$@" >>ROOT/scontrol\n',
     "hostname": "#!/bin/sh\necho 127.0.0.1 172.17.0.1\n",
 }
-HEALTHY = """
-import sys
-if "--port" not in sys.argv: sys.exit()
-from http.server import BaseHTTPRequestHandler, HTTPServer
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-    def log_message(self, *_): pass
-given = dict(zip(sys.argv, sys.argv[1:]))
-HTTPServer((given["--host"], int(given["--port"])), Handler).serve_forever()
-"""
 
 
 @pytest.fixture
 def cluster(tmp_path):
     (tmp_path / "bin").mkdir()
-    scripts = {**FAKES, "vllm_python": f"#!{sys.executable}\n{HEALTHY}"}
-    for name, text in scripts.items():
+    for name, text in FAKES.items():
         (tmp_path / "bin" / name).write_text(text.replace("ROOT", str(tmp_path)))
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "key").write_text("s3cret")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    recorder(tmp_path / "bin", HEALTHY)
+    snapshot(tmp_path / "versions").rename(tmp_path / "model")
     return tmp_path
 
 
@@ -141,25 +128,11 @@ def test_learner_nodes_get_one_process_each_with_all_of_their_gpus(cluster):
     assert not (cluster / "scontrol").exists()
 
 
-def listening(port):
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def free_ports():
-    """The first of two in a row that nobody listens on."""
-    return next(p for p in range(40_000 + os.getpid() % 9000, 60_000, 2) if not taken(p))
-
-
-def taken(port):
-    return listening(port) or listening(port + 1)
-
-
 def test_servers_beside_it_are_found_through_the_file_and_end_with_the_job(cluster):
     addresses = cluster / "run" / "pool" / "addresses"
     addresses.parent.mkdir(parents=True)
     addresses.write_text("http://10.0.0.9:8000\n")  # of an earlier job
-    port = free_ports()
+    port = free_pair()
     both = f"[[ $(wc -l <{addresses} 2>/dev/null) == 2 ]]"
     text = f"until {both}; do sleep 0.05; done; sort {addresses}; echo $VLLM_API_KEY"
     trainer(cluster, f"({text}) >{cluster}/seen; exit 0")
@@ -171,7 +144,7 @@ def test_servers_beside_it_are_found_through_the_file_and_end_with_the_job(clust
         next(w for w in step if w.startswith("--relative=")): step for step in steps(cluster)
     }
     assert "--nodes=3" in relative["--relative=0"] and "--nodes=1" in relative["--relative=3"]
-    assert addresses.read_text() == "" and not taken(port)
+    assert addresses.read_text() == "" and not in_use(port) and not in_use(port + 1)
     given = (cluster / "trained").read_text()
     assert f"--gin_param=vllm.address_file = '{addresses}'" in given
     assert f"--gin_param=vllm.weights_dir = '{addresses.parent / 'weights'}'" in given

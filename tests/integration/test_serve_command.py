@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from free_ports import free_pair
 from recording_python import HEALTHY, calls, recorder, snapshot
 
 from manus_jax.vllm import access as vllm_access
@@ -291,7 +292,7 @@ def test_the_script_gives_every_server_its_group_of_gpus(tmp_path):
     snapshot(tmp_path)
     python = recorder(tmp_path, HEALTHY)
     process = subprocess.Popen(
-        [str(SCRIPT), str(tmp_path), "2", free_port()],
+        [str(SCRIPT), str(tmp_path), "2", str(free_pair())],
         env=environment(
             MANUS_JAX_VLLM_PYTHON=str(python), CUDA_VISIBLE_DEVICES="2,3,6,7", TENSOR_PARALLEL="2"
         ),

@@ -32,7 +32,9 @@ def recorder(directory, then="pass", build="other"):
         "if '--port' in sys.argv:\n"
         "    port = sys.argv[sys.argv.index('--port') + 1]\n"
         "    record = json.dumps([sys.argv[1:], dict(os.environ)])\n"
-        f"    open({str(directory)!r} + '/called-' + port, 'w').write(record)\n"
+        f"    unfinished = {str(directory)!r} + '/' + port\n"
+        "    open(unfinished, 'w').write(record)\n"
+        f"    os.rename(unfinished, {str(directory)!r} + '/called-' + port)\n"
         f"{then}\n"
     )
     script.chmod(0o755)
