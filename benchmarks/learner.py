@@ -62,11 +62,12 @@ def our_step(case: str, remat: str) -> Any:
     import jax
 
     from manus_jax.algorithms.recipes import RECIPES, policy_loss
+    from manus_jax.config.settings import OptimizerSettings
     from manus_jax.data_proto import DataProto
     from manus_jax.learner import objectives
     from manus_jax.learner.learner import Learner, LearnerSpec
     from manus_jax.learner.mesh import make_mesh
-    from manus_jax.learner.optimizer import adamw, learning_rate
+    from manus_jax.learner.optimizer import learning_rate, make_optimizer
     from manus_jax.learner.packing import RowShape, add_packing
     from manus_jax.models.architecture import Architecture
     from manus_jax.models.transformer import Compute, Transformer, abstract_model, init_params
@@ -75,8 +76,8 @@ def our_step(case: str, remat: str) -> Any:
     arch = Architecture("qwen3", **MODEL, qk_norm=True)
     compute = Compute(remat=remat)
     graphdef, shapes = abstract_model(Transformer, arch, compute)
-    optimizer = adamw(
-        learning_rate(LEARNING_RATE, "constant", 0, 1, 0.0), 0.01, 0.9, 0.999, 1e-8, 1.0
+    optimizer = make_optimizer(
+        learning_rate(LEARNING_RATE, "constant", 0, 1, 0.0), OptimizerSettings()
     )
     recipe = RECIPES["dapo"]
     rows = 2

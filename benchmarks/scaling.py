@@ -26,10 +26,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 from manus_jax.algorithms.recipes import RECIPES, policy_loss
+from manus_jax.config.settings import OptimizerSettings
 from manus_jax.learner import objectives
 from manus_jax.learner.learner import LearnerSpec
 from manus_jax.learner.mesh import make_mesh
-from manus_jax.learner.optimizer import adamw, learning_rate
+from manus_jax.learner.optimizer import learning_rate, make_optimizer
 from manus_jax.learner.packing import RowShape
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import AttentionKernel
@@ -70,7 +71,7 @@ def design(arch: Architecture, layout: Layout, mesh: jax.sharding.Mesh) -> Learn
         shapes,
         objectives.policy(graphdef, policy_loss(recipe)),
         lambda params, batch: objectives.log_probs_of(graphdef, params, batch)[0],
-        adamw(rate, 0.01, 0.9, 0.999, 1e-8, 1.0),
+        make_optimizer(rate, OptimizerSettings()),
         tuple(f for f in recipe.loss_fields if f not in ("mask", "segment_ids", "entropy")),
         RowShape(layout.rows, layout.length),
         layout.micro_batches,

@@ -2,10 +2,24 @@
 
 import argparse
 import sys
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 
 class CommandParser(argparse.ArgumentParser):
+    """A parser that takes no abbreviated and no repeated flags."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
+        words = sys.argv[1:] if args is None else args
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        for flag in flags:
+            if flags.count(flag) > 1:
+                self.error(f"{flag} is given twice")
+        return super().parse_args(words)
+
     def error(self, message: str) -> NoReturn:
         self.fail(f"{message} (see --help)")
 

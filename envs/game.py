@@ -183,6 +183,8 @@ class EnvironmentSpec:
     new_game: Callable[[], Game]
     items: Callable[[str], Sequence[int]]
     """split ("train" or "test") → items. Disjoint, and the same on every machine."""
+    item_count: Callable[[], int] | None = None
+    """Reset accepts 0 to `item_count() - 1`; None: any item, or not known before it is played."""
 
     oracle: Callable[[int], Policy] | None = None
     """item → a new policy that wins it."""

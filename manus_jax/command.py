@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from manus_jax.accelerators import prepare_accelerators
 from manus_jax.errors import RESUMES, UserError, is_expected, report_error
 from manus_jax.limits import Range, path_problem, shown, text_problem, url_problem
+from manus_jax.signals import interruptible
 
 
 class UsageError(UserError):
@@ -27,10 +29,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=layout, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuses an unknown flag, with the flag that it may stand for."""
+        """Refuses repeated flags and unknown ones, with the flag that they may stand for."""
         flags = list(self._option_string_actions)
         given = args[: args.index("--")] if "--" in args else args
+        seen = set()
         for flag in (word.partition("=")[0] for word in given if word.startswith("--")):
+            action = self._option_string_actions.get(flag)
+            if flag in seen and not isinstance(action, argparse._AppendAction):
+                self.error(f"{flag} is given twice")
+            seen.add(flag)
             if flag not in flags and self._subparsers is None:
                 close = difflib.get_close_matches(flag, flags, n=1)
                 hint = f"; did you mean {close[0]}?" if close else ""
@@ -63,6 +70,8 @@ def number(kind: type[float], **limits: float) -> Callable[[str], float]:
 
     def parse(text: str) -> float:
         try:
+            if not text.isascii() or "_" in text or text != text.strip():  # Python reads these
+                raise ValueError
             value = kind(text)
         except ValueError:
             what = "a whole number" if kind is int else "a number"
@@ -104,6 +113,8 @@ def output_file(text: str) -> Path:
     target = _writable(text)
     if target.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a directory, not a file")
+    if target.exists() and not target.is_file():  # it would be replaced
+        raise argparse.ArgumentTypeError(f"{text} is a device or a pipe, not a file")
     return target
 
 
@@ -123,9 +134,14 @@ def url(text: str) -> str:
 
 
 def run(main: Callable[[list[str]], None], interrupted: str = RESUMES) -> None:
-    """Runs a command on the program's arguments; `interrupted` is the message after Ctrl-C."""
+    """Runs a command on the program's arguments.
+
+    `interrupted` is the message after SIGINT (Ctrl-C) and SIGTERM.
+    """
+    prepare_accelerators()
     try:
-        main(sys.argv[1:])
+        with interruptible():
+            main(sys.argv[1:])
     except (Exception, KeyboardInterrupt) as error:
         if not is_expected(error):
             raise

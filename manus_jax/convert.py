@@ -7,7 +7,7 @@ from manus_jax import command
 from manus_jax.models import huggingface, orbax_params
 from manus_jax.models.architecture import ModelError
 from manus_jax.models.huggingface import ModelCard
-from manus_jax.models.loading import load_step, open_tokenizer
+from manus_jax.models.loading import open_step, open_tokenizer
 from manus_jax.training.run_directory import disk_errors
 
 
@@ -22,7 +22,8 @@ def from_hf(hf: Path, out: Path) -> Path:
     else:
         print(f"{hf} has no tokenizer: the result can be converted back, but not trained or played")
     _check_writable(out)
-    params, card = huggingface.load_params(hf)
+    huggingface.check_finite(hf)
+    params, card = huggingface.open_params(hf)
     card.save(out / "model")
     return orbax_params.save_params(out, params, {"source": str(hf)})
 
@@ -33,7 +34,7 @@ def to_hf(checkpoint: Path, out: Path) -> None:
     card = ModelCard.load(card_dir)
     huggingface.check_new(out)
     _check_writable(out.parent)
-    huggingface.save_hf(load_step(step_dir, card), card, out)
+    huggingface.save_hf(open_step(step_dir, card), card, out)
 
 
 def _check_writable(directory: Path) -> None:
@@ -66,4 +67,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, interrupted="the output is not complete; run the command again")

@@ -8,12 +8,14 @@ from manus_jax.config.run_config import config_text
 from manus_jax.evaluation import comparison
 from manus_jax.rollout.build_rollout import read_with_engine, with_engine_settings
 from manus_jax.status import recorded
+from manus_jax.training.compilation_cache import use_compilation_cache
 
 
 def main(arguments: list[str]) -> None:
     parser = command.config_parser("evaluate", "Plays a fixed set of tasks with policies.")
     args = parser.parse_args(arguments)
     settings = with_engine_settings(read_evaluate_config(args.gin_file, args.gin_param))
+    use_compilation_cache(settings.compilation)
     read = read_with_engine(READS["evaluate"], settings.engine.name)
     with recorded("evaluate", settings.status.every_s, settings.status.watchdog_minutes):
         results = comparison.run(settings, config_text(settings, read))

@@ -4,17 +4,20 @@
 after a first line with the checksum of the list itself.
 
 A directory is complete when its last file, the seal (for instance `SHA256SUMS`), exists. This also
-holds on file systems without atomic renames. While a directory is written or removed, a mark beside
-it tells the leftovers of a kill from damage.
+holds on mounted buckets, which can replace a file but neither rename a directory, append to a file
+nor link one. While a directory is written or removed, a mark beside it tells the leftovers of a
+kill from damage.
 """
 
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 from manus_jax.errors import UserError
 
@@ -25,6 +28,10 @@ _THREADS = 8
 
 class DamagedError(UserError):
     """A directory differs from its checksums; the message names the first such file."""
+
+
+class DirectoryInUse(UserError):
+    """Another process writes to a directory."""
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -57,6 +64,21 @@ def remove_leftovers(directory: Path, name: str = "*") -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def lock_directory(path: Path) -> BinaryIO:
+    """An open file whose exclusive lock is released when the file or the process ends."""
+    file = os.fdopen(os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            file.close()
+            raise DirectoryInUse(
+                f"another process is using {path}: wait until it ends, or choose another directory"
+            ) from None
+        # The file system does not support locks, so other processes cannot be detected.
+    return file
 
 
 def begin_directory(directory: Path) -> None:

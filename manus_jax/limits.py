@@ -7,6 +7,7 @@ import dataclasses
 import math
 import operator
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -56,6 +57,8 @@ def path_problem(path: str) -> str | None:
         return problem
     if not path.strip():
         return "is not a path"
+    if re.match(r"(gs|s3|r2|az|abfss?|hdfs)://", path):
+        return "is not a path: mount the bucket, for instance with gcsfuse, and name its directory"
     if os.path.expanduser(path).startswith("~"):
         return f"starts with the home directory of an unknown user, {path.partition('/')[0]!r}"
     longest = max(len(part.encode()) for part in path.split("/"))

@@ -7,7 +7,9 @@ from pathlib import Path
 import jax
 
 from manus_jax import command
+from manus_jax.config.binding import bound_value
 from manus_jax.config.commands import TrainConfig, read_train_config
+from manus_jax.files import write_atomically
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.loading import scratch_architecture
 from manus_jax.planning.architectures import find_architecture
@@ -15,6 +17,7 @@ from manus_jax.planning.plans import make_plan
 from manus_jax.planning.search import nearest_that_fits
 from manus_jax.planning.tables import as_json, render
 from manus_jax.planning.topologies import find_topology, missing_compiler
+from manus_jax.training.learner_specs import check_lengths
 
 
 def architecture_of(settings: TrainConfig, name: str | None) -> Architecture:
@@ -48,8 +51,10 @@ def main(arguments: list[str]) -> None:
     args = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")
     settings = read_train_config(args.gin_file, args.gin_param)
+    check_lengths(settings)
     arch = architecture_of(settings, args.architecture)
-    topology = find_topology(args.topology, args.slices)
+    gpu_memory = bound_value("vllm.learner_memory_fraction")
+    topology = find_topology(args.topology, args.slices, gpu_memory)
     plan = make_plan(settings, arch, topology, args.trained)
     if not topology.compiles:
         print(missing_compiler(topology), file=sys.stderr)
@@ -68,7 +73,8 @@ def main(arguments: list[str]) -> None:
             print(render(nearest), end="")
             figures["nearest"] = {"gin_params": lines, **as_json(nearest)}
     if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(args.json, json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

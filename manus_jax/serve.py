@@ -81,4 +81,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, interrupted="no server was started")

@@ -7,20 +7,20 @@ from manus_jax.config.commands import READS, read_sft_config
 from manus_jax.config.run_config import config_text
 from manus_jax.status import recorded
 from manus_jax.training import supervised
+from manus_jax.training.compilation_cache import use_compilation_cache
 from manus_jax.training.job import joined
 from manus_jax.training.run_directory import disk_errors
-from manus_jax.training.stopping import interruptible
 
 
 def main(arguments: list[str]) -> None:
     parser = command.config_parser("sft", "Fine-tunes a model on agent conversations.")
     args = parser.parse_args(arguments)
     settings = read_sft_config(args.gin_file, args.gin_param)
+    use_compilation_cache(settings.compilation)
     sft = settings.sft
     with (
-        interruptible(),
         joined(settings.distributed) as job,
-        recorded("sft", settings.status.every_s, settings.status.watchdog_minutes),
+        recorded("sft", settings.status.every_s, settings.status.watchdog_minutes, job.number),
         disk_errors(Path(sft.run_dir)),
     ):
         last = supervised.run(settings, config_text(settings, READS["sft"]), job)

@@ -50,8 +50,11 @@ class Status:
         self._work: set[Work] = set()
         self.begin("")
 
-    def begin(self, command: str) -> None:
+    def begin(self, command: str, process: int | None = None) -> None:
+        """Starts the status of a command; `process` is its number in a job of several."""
         self._command, self._began = command, time.time()
+        self._process = "" if process is None else f"process {process}: "
+        self._waits = False
         self._directory: Path | None = None
         self._state = "running"
         self._exit_code: int | None = None
@@ -113,6 +116,14 @@ class Status:
                 self._work.discard(work)
 
     @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The main thread waits for another process, whose own watchdog reports what is stuck."""
+        self._waits = True
+        yield
+        self._waits = False
+        self._progressed = time.monotonic()
+
+    @contextlib.contextmanager
     def serving(self, kind: str, problems: Callable[[], Mapping[str, str]]) -> Iterator[None]:
         """Servers in use: `problems()` maps their addresses to what is wrong, or to ""."""
         self._servers[kind] = problems
@@ -138,7 +149,8 @@ class Status:
         with self._lock:
             late = {w: now - w.since for w in self._work}
         phase = self._phase
-        late[phase] = now - max(phase.since, self._progressed)
+        if not self._waits:
+            late[phase] = now - max(phase.since, self._progressed)
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         groups: dict[str, list[Work]] = {}
         for work in sorted(late, key=late.__getitem__, reverse=True):
@@ -158,7 +170,8 @@ class Status:
         for entry in self.stuck:
             if entry["name"] not in known:
                 _log.warning(
-                    "no progress for %.1f min: %s in %d thread(s): %s\n%s",
+                    "%sno progress for %.1f min: %s in %d thread(s): %s\n%s",
+                    self._process,
                     entry["seconds"] / 60,
                     entry["name"],
                     len(entry["threads"]),
@@ -214,12 +227,15 @@ STATUS = Status()
 
 
 @contextlib.contextmanager
-def recorded(command: str, every_s: float, watchdog_minutes: float) -> Iterator[None]:
+def recorded(
+    command: str, every_s: float, watchdog_minutes: float, process: int | None = None
+) -> Iterator[None]:
     """Writes the status of the block to the directory that it uses, and how it ended.
 
-    The watchdog reports work that takes longer than `watchdog_minutes`; 0 is off.
+    The watchdog reports work that takes longer than `watchdog_minutes`; 0 is off. In a job of
+    several processes, `process` is the number of this one; those without a directory only report.
     """
-    STATUS.begin(command)
+    STATUS.begin(command, process)
     over = threading.Event()
 
     def write() -> None:
@@ -258,16 +274,16 @@ class _LastError(logging.Handler):
 def _write(watchdog_s: float = 0.0) -> None:
     """Writes the files; whatever is wrong with them, the run continues."""
     directory = STATUS.directory
-    if directory is None:
-        return
     try:
         if watchdog_s:
             STATUS.check_progress(watchdog_s)
+        if directory is None:
+            return
         status = STATUS.snapshot()
         write_atomically(directory / FILE, json.dumps(status, indent=1, default=str) + "\n")
         write_atomically(directory / "metrics.prom", prometheus_text(status, directory))
     except Exception as error:
-        STATUS.note_error(f"{directory / FILE} was not written: {error!r}")
+        STATUS.note_error(f"{FILE} was not written: {error!r}")
 
 
 def _stack(thread: int) -> str:

@@ -24,6 +24,8 @@ def main(arguments: list[str]) -> None:
         help="selects the items and their order",
     )
     args = parser.parse_args(arguments)
+    if args.out.suffix != ".parquet":
+        parser.error(f"--out {args.out} must end in .parquet")
     write_traces(args.name, args.split, args.n, args.seed, args.out)
     print(f"wrote {args.n} episodes of {args.name} to {args.out}")
 

@@ -9,10 +9,10 @@ from manus_jax.config.run_config import config_text
 from manus_jax.rollout.build_rollout import read_with_engine, with_engine_settings
 from manus_jax.status import STATUS, recorded
 from manus_jax.training.build import open_trainer
+from manus_jax.training.compilation_cache import use_compilation_cache
 from manus_jax.training.job import joined
 from manus_jax.training.run_directory import disk_errors
 from manus_jax.training.run_summary import print_summary
-from manus_jax.training.stopping import interruptible
 from manus_jax.vllm.gpu_partition import check_single_process, claim_gpus
 
 
@@ -23,10 +23,10 @@ def main(arguments: list[str]) -> None:
     train = settings.train
     written = config_text(settings, read_with_engine(READS["train"], settings.engine.name))
     settings = dataclasses.replace(settings, engine_settings=claim_gpus(settings.engine_settings))
+    use_compilation_cache(settings.compilation)
     with (
-        interruptible(),
         joined(settings.distributed) as job,
-        recorded("train", settings.status.every_s, settings.status.watchdog_minutes),
+        recorded("train", settings.status.every_s, settings.status.watchdog_minutes, job.number),
         disk_errors(Path(train.run_dir)),
     ):
         if job.count > 1:

@@ -31,7 +31,7 @@ require_name() {
 require_options() {
   local option
   for option in "$@"; do
-    [[ -n ${!option} ]] || die "--$option is missing; --help lists the arguments"
+    [[ -n ${!option:-} ]] || die "--$option is missing; --help lists the arguments"
   done
 }
 

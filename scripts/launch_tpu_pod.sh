@@ -17,6 +17,9 @@ usage: scripts/launch_tpu_pod.sh [options] [-- options of python -m manus_jax.tr
   --accelerator_type TYPE      v5litepod-64, v5p-32, v6e-16, ...
   --runtime_version VERSION    v2-alpha-tpuv5-lite, v2-alpha-tpuv5, v2-alpha-tpuv6e, ...
   --gin_file FILE              config in this source tree; repeatable, later files override
+  --model MODEL                Hugging Face directory, model.path: below a --mount; gs://BUCKET/PATH, which
+                               every host downloads; a directory on this machine, which is copied to
+                               every host; or none, for configs that train from scratch
   --run_dir DIR                train.run_dir, on a file system that all hosts share and that outlives the slice
   --mount SOURCE=DIR           mounted on every host: gs://BUCKET=DIR, or HOST:/PATH=DIR for NFS;
                                repeatable
@@ -24,6 +27,7 @@ usage: scripts/launch_tpu_pod.sh [options] [-- options of python -m manus_jax.tr
   --weights_dir DIR            new weights for the servers; hosts and servers share both paths
   --api_key_file FILE          the servers' key (or set VLLM_API_KEY); copied to the hosts as a
                                file, never part of a command
+  --env_key_file FILE          the key of environment servers (or set MANUS_JAX_ENV_KEY), likewise
   --create_option=OPTION       option for gcloud ... queued-resources create; repeatable
   --spot                       request preemptible capacity
   --log_dir DIR                output of the hosts, one file per slice (logs/NAME)
@@ -38,13 +42,13 @@ EOF2
 }
 
 parse_arguments() {
-  project='' zone='' name='' accelerator_type='' runtime_version='' gin_file=() run_dir=''
-  address_file='' weights_dir='' api_key_file='' log_dir='' max_restarts=100 poll_seconds=30
+  project='' zone='' name='' accelerator_type='' runtime_version='' gin_file=() run_dir='' model=''
+  address_file='' weights_dir='' api_key_file='' env_key_file='' log_dir='' max_restarts=100 poll_seconds=30
   mounts=() create_options=() trainer_options=() keep='' dry_run=''
   while (($#)); do
     case $1 in
-      --project | --zone | --name | --accelerator_type | --runtime_version | --run_dir | \
-        --address_file | --weights_dir | --api_key_file | --log_dir | --max_restarts | --poll_seconds)
+      --project | --zone | --name | --accelerator_type | --runtime_version | --run_dir | --model | \
+        --address_file | --weights_dir | --api_key_file | --env_key_file | --log_dir | --max_restarts | --poll_seconds)
         (($# > 1)) || die "$1 needs a value"
         require_plain "$1" "$2"
         printf -v "${1#--}" %s "$2"
@@ -69,7 +73,7 @@ parse_arguments() {
       *) die "unknown argument '$1'; see --help; options of the trainer go after --" ;;
     esac
   done
-  require_options project zone name accelerator_type runtime_version gin_file run_dir
+  require_options project zone name accelerator_type runtime_version gin_file run_dir model
   require_number --max_restarts "$max_restarts"
   require_number --poll_seconds "$poll_seconds"
   require_name --name "$name"
@@ -81,15 +85,43 @@ parse_arguments() {
   for file in "${gin_file[@]}"; do
     [[ $file != /* && -f $root/$file ]] || die "--gin_file $file is not in $root, which is copied to the hosts"
   done
-  [[ -z $api_key_file || -s $api_key_file ]] || die "--api_key_file $api_key_file is missing or empty"
+  find_model
+  for file in api_key_file env_key_file; do
+    [[ -z ${!file} || -s ${!file} ]] || die "--$file ${!file} is missing or empty"
+  done
   [[ -n $dry_run ]] || command -v gcloud >/dev/null || die "gcloud is not on PATH"
   log_dir=${log_dir:-logs/$name}
   where=("--project=$project" "--zone=$zone")
 }
 
+# Sets model_path, the model's directory on the hosts, and whether they download it or get a copy.
+find_model() {
+  local mount directory
+  model_path='' model_source=''
+  model=${model%/}
+  case $model in
+    none) return ;;
+    gs://?*/?*)
+      model_path=models/${model##*/} model_source=bucket
+      return
+      ;;
+  esac
+  for mount in "${mounts[@]}"; do
+    directory=${mount#*=}
+    if [[ $model/ == "${directory%/}"/* ]]; then
+      model_path=$model
+      return
+    fi
+  done
+  [[ -f $model/config.json ]] ||
+    die "--model $model is not below a --mount, and not a directory with a config.json on this machine; give one of these, gs://BUCKET/PATH, or none"
+  model_path=models/$(basename "$model") model_source=copy
+}
+
 # Sets train: the trainer's command on the hosts.
 trainer_command() {
   train=(.venv/bin/python -m manus_jax.train "${gin_file[@]/#/--gin_file=}" "--gin_param=train.run_dir = '$run_dir'")
+  [[ -z $model_path ]] || train+=("--gin_param=model.path = '$model_path'")
   if [[ -n $address_file ]]; then
     pool_options_for "$address_file" "$weights_dir"
     train+=("${pool_options[@]}")
@@ -105,7 +137,7 @@ on_hosts() {
     "--command=$(quoted bash manus_jax/scripts/tpu_worker.sh "$@")"
 }
 
-copy() { run_or_print gcloud compute tpus tpu-vm scp "$1" "$name:$2" "${where[@]}" --worker=all; }
+copy() { run_or_print gcloud compute tpus tpu-vm scp "$1" "$name:$2" "${where[@]}" --worker=all "${@:3}"; }
 
 # Prints the state of the request, or 'unknown' after three failed queries.
 state_of() {
@@ -142,15 +174,32 @@ request_slice() {
   done
 }
 
-# Installs the project, the key and the mounts on every host.
+# Installs the project, the key, the mounts and the model on every host.
 install() {
   run_or_print tar -czf "$scratch/manus_jax.tgz" -C "$root" --exclude=__pycache__ \
     manus_jax envs configs scripts pyproject.toml README.md LICENSE || return
   copy "$scratch/manus_jax.tgz" manus_jax.tgz || return
   run_or_print gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker=all \
-    '--command=mkdir -p manus_jax .manus_jax && chmod 700 .manus_jax && tar -xzf manus_jax.tgz -C manus_jax' || return
-  if [[ -n $key ]]; then copy "$key" .manus_jax/api_key || return; fi
-  on_hosts install "${mounts[@]}"
+    '--command=mkdir -p manus_jax/models .manus_jax && chmod 700 .manus_jax && tar -xzf manus_jax.tgz -C manus_jax' || return
+  local kind
+  for kind in api_key env_key; do
+    [[ -z ${keys[$kind]} ]] || copy "${keys[$kind]}" ".manus_jax/$kind" || return
+  done
+  [[ $model_source != copy ]] || copy "$model" manus_jax/models/ --recurse || return
+  if [[ $model_source == bucket ]]; then
+    on_hosts install --model "$model" "$model_path" "${mounts[@]}"
+  else
+    on_hosts install "${mounts[@]}"
+  fi
+}
+
+# Sets keys[$1], the file of a key: the given one, or one with the value from the environment.
+find_key() {
+  keys[$1]=$2
+  if [[ -z $2 && -n $3 ]]; then
+    keys[$1]=$scratch/$1
+    [[ -n $dry_run ]] || (umask 077 && printf %s "$3" >"$scratch/$1")
+  fi
 }
 
 # Follows the trainer to its end, reconnecting if necessary, and returns its exit code.
@@ -204,24 +253,21 @@ stop() {
 }
 
 main() {
-  local train=() pool_options=() key='' scratch='' owned='' following='' attempt code state
+  local train=() pool_options=() scratch='' owned='' following='' attempt code state
   parse_arguments "$@"
   trainer_command
   if [[ -n $dry_run ]]; then
     scratch=SCRATCH
-    key=${api_key_file:-${VLLM_API_KEY:+$scratch/api_key}}
   else
     scratch=$(mktemp -d)
     trap finish EXIT
     trap 'stop 130' INT
     trap 'stop 143' TERM HUP
     mkdir -p "$log_dir" || die "cannot write $log_dir"
-    key=$api_key_file
-    if [[ -z $key && -n ${VLLM_API_KEY:-} ]]; then
-      key=$scratch/api_key
-      (umask 077 && printf %s "$VLLM_API_KEY" >"$key")
-    fi
   fi
+  local -A keys=()
+  find_key api_key "$api_key_file" "${VLLM_API_KEY:-}"
+  find_key env_key "$env_key_file" "${MANUS_JAX_ENV_KEY:-}"
   for ((attempt = 1; ; attempt++)); do
     request_slice
     code=$?

@@ -49,7 +49,7 @@ if (($#)); then shift; fi
 theirs+=("$@")
 
 servers=()
-trap '((${#servers[@]})) && kill "${servers[@]}" 2>/dev/null; wait' EXIT
+trap 'kill "${servers[@]}" 2>/dev/null || true; wait' EXIT
 trap 'exit 130' INT TERM
 for ((n = 0; n < count; n++)); do
   mine=()
@@ -58,4 +58,10 @@ for ((n = 0; n < count; n++)); do
     "${mine[@]}" "${own[@]}" -- "${theirs[@]}" &
   servers+=($!)
 done
-wait -n
+# Not "wait -n", which misses a server that ended while the others were being started.
+while :; do
+  for server in "${servers[@]}"; do
+    kill -0 "$server" 2>/dev/null || { wait "$server" && exit 0 || exit $?; }
+  done
+  sleep 0.5
+done

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs on every worker of a TPU slice, called by launch_tpu_pod.sh.
 #
-#   tpu_worker.sh install [MOUNT...]       installs the project; MOUNT is gs://BUCKET=DIR or HOST:/PATH=DIR
+#   tpu_worker.sh install [--model gs://BUCKET/PATH DIR] [MOUNT...]
+#                                          installs the project; MOUNT is gs://BUCKET=DIR or HOST:/PATH=DIR
 #   tpu_worker.sh run ATTEMPT -- COMMAND   starts the command, or attaches to it, and waits for its end
 #   tpu_worker.sh stop                     asks the command to save and exit, and waits for it
 #
@@ -19,13 +20,18 @@ mount_one() {
   if mountpoint -q "$directory"; then return; fi
   sudo mkdir -p "$directory" && sudo chown "$(id -u):$(id -g)" "$directory" || return
   case $source in
-    gs://*) gcsfuse --implicit-dirs "${source#gs://}" "$directory" ;;
+    # Hosts wait for each other's files, so that a file is missing must not be cached.
+    gs://*) gcsfuse --implicit-dirs --metadata-cache-negative-ttl-secs=0 "${source#gs://}" "$directory" ;;
     *) sudo mount -t nfs "$source" "$directory" ;;
   esac
 }
 
 install() {
   local python=python3.11 mount
+  if [[ ${1-} == --model ]]; then
+    mkdir -p "$3" && gcloud storage rsync --recursive "$2" "$3" || return
+    shift 3
+  fi
   if ! command -v "$python" >/dev/null; then
     sudo apt-get update -q && sudo apt-get install -q -y "$python" "$python-venv" || return
   fi
@@ -37,6 +43,12 @@ is_running() {
   [[ -f $state/pid ]] && kill -0 "$(<"$state/pid")" 2>/dev/null
 }
 
+export_key() {
+  [[ -f $2 ]] || return 0
+  printf -v "$1" %s "$(<"$2")"
+  export "${1?}"
+}
+
 run() {
   local attempt=$1 first=+1
   shift 2
@@ -44,10 +56,8 @@ run() {
     echo "$attempt" >"$state/attempt"
     rm -f "$state/code" "$state/pid"
     : >"$log"
-    if [[ -f $state/api_key ]]; then
-      VLLM_API_KEY=$(<"$state/api_key")
-      export VLLM_API_KEY
-    fi
+    export_key VLLM_API_KEY "$state/api_key"
+    export_key MANUS_JAX_ENV_KEY "$state/env_key"
     # shellcheck disable=SC2016 # expanded by the new shell
     # The shell survives a signal to its process group, to record the command's exit code.
     setsid bash -c 'trap : TERM; code=0; "$@" || code=$?; echo "$code" >"$0"' \

@@ -19,9 +19,11 @@ usage: scripts/train_$ALGORITHM.sh [options] [-- options of python -m manus_jax.
   --env_urls URL[,URL...]  use running servers, for instance AgentGym's, and start none;
                            tasks are read from --data_dir (data/NAME)
   --env_spec MODULE:SPEC   serve an environment that is not part of this project
+  --hardware NAME          file of configs/hardware/ (gpus_one_host)
 
 Settings come from configs/envs/NAME.gin (configs/base.gin if there is none), then
-configs/recipes/$ALGORITHM.gin. Options after -- are passed to the trainer and override them:
+configs/recipes/$ALGORITHM.gin, then configs/hardware/NAME.gin. Options after -- are passed to the
+trainer and override them:
   scripts/train_$ALGORITHM.sh --env_name maze -- --gin_param='train.total_steps = 100'
 Environment variables: BASE_MODEL=DIR sets model.path, PYTHON the interpreter.
 EOF
@@ -47,10 +49,12 @@ require_number() {
 
 parse_arguments() {
   env_name=webshop num_servers=1 base_port='' data_dir='' exp_name_suffix='' env_urls='' env_spec=''
+  hardware=gpus_one_host
   trainer_options=()
   while (($#)); do
     case $1 in
-      --env_name | --num_servers | --base_port | --data_dir | --exp_name_suffix | --env_urls | --env_spec)
+      --env_name | --num_servers | --base_port | --data_dir | --exp_name_suffix | --env_urls | --env_spec | \
+        --hardware)
         (($# > 1)) || die "$1 needs a value"
         require_plain "$1" "$2"
         printf -v "${1#--}" %s "$2"
@@ -172,12 +176,15 @@ train() {
 
 main() {
   PYTHON=${PYTHON:-python} servers=() trainer='' logs=''
-  local root config urls=() train_file='' val_file='' run params=() code
+  local root config machine urls=() train_file='' val_file='' run params=() code
   root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
   parse_arguments "$@"
   command -v "$PYTHON" >/dev/null || die "no interpreter '$PYTHON'; activate an environment or set PYTHON"
   config=$root/configs/envs/$env_name.gin
   [[ -f $config ]] || config=$root/configs/base.gin
+  machine=$root/configs/hardware/$hardware.gin
+  [[ -f $machine ]] ||
+    die "--hardware must be one of $(basename -as .gin "$root"/configs/hardware/*.gin | paste -sd ' '), not '$hardware'"
   run=${ALGORITHM}_$env_name$exp_name_suffix
   logs=logs/$run
   find_servers
@@ -205,6 +212,7 @@ main() {
     require_plain BASE_MODEL "$BASE_MODEL"
     params+=("--gin_param=model.path = '$BASE_MODEL'")
   fi
-  train "--gin_file=$config" "--gin_file=$root/configs/recipes/$ALGORITHM.gin" "${params[@]}" "${trainer_options[@]}"
+  train "--gin_file=$config" "--gin_file=$root/configs/recipes/$ALGORITHM.gin" "--gin_file=$machine" \
+    "${params[@]}" "${trainer_options[@]}"
   exit "$code"
 }

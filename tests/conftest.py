@@ -1,13 +1,15 @@
 """Eight virtual CPU devices for every test, set before anything imports JAX, and common fixtures.
 
-Test models are tiny and most of their time is compilation, so LLVM optimises less, and the programs
-of one worker and of the processes it starts share a compilation cache.
+Test models are tiny and most of their time is compilation, so XLA optimises less and uses the CPU
+emitters that are faster to compile, and the programs of one worker and of the processes it starts
+share a compilation cache.
 """
 
 import atexit
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -21,6 +23,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_force_host_platform_device_count=8",
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_use_fusion_emitters=false",
     )
 ).strip()
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # set in pytest's first process, before workers
@@ -30,6 +33,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # set in pytest's first proce
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # two writers of one entry could meet
     os.environ["JAX_COMPILATION_CACHE_DIR"] += f"/{worker}"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+# Workers and the processes that they start import the same modules, whose asserts pytest rewrites:
+# compiled once, also where containers switch bytecode off.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # A shell starts background jobs with SIGINT ignored, which the tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -103,7 +103,7 @@ BAD_MODELS = {
         lambda d: edit(d / "config.json", rope_parameters=dict(ROPE, factor=0)),
         "rope scaling (0.0, 1.0, 4.0, 8192) must be positive",
     ),
-    "many layers": (lambda d: edit(d / "config.json", num_hidden_layers=10**12), "only 15 tensors"),
+    "many layers": (lambda d: edit(d / "config.json", num_hidden_layers=10**9), "only 15 tensors"),
     "other shape": (lambda d: edit(d / "config.json", hidden_size=32), "config.json says"),
     "no weights": (lambda d: (d / WEIGHTS).unlink(), "contains no weights"),
     "empty weights": (lambda d: (d / WEIGHTS).write_bytes(b""), "cannot be read as safetensors"),
@@ -243,10 +243,12 @@ def test_a_conversion_that_was_killed_can_be_run_again(hf, tmp_path):
     (out / "checkpoints" / "0").mkdir(parents=True)
     (out / "checkpoints" / ".unfinished-0").touch()
     convert.from_hf(hf, out)
-    (tmp_path / ".back.tmp-123").mkdir()
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / WEIGHTS).write_bytes(b"half")
+    (tmp_path / ".unfinished-back").touch()
     convert.to_hf(out, tmp_path / "back")
     assert (tmp_path / "back" / WEIGHTS).read_bytes() == (hf / WEIGHTS).read_bytes()
-    assert not list(tmp_path.glob(".back*"))
+    assert not list(tmp_path.glob(".*back*"))
 
 
 def test_a_model_without_a_tokenizer_is_converted_and_said_to_have_none(hf, tmp_path, capsys):

@@ -105,7 +105,7 @@ def test_bad_indexes_name_their_fault():
 
 @pytest.mark.bug("B11")
 @quick
-@given(rows=st.integers(1, 20), data=st.data())
+@given(rows=st.sampled_from([1, 2, 7, 20]), data=st.data())  # JAX compiles for every size
 def test_reorder_keeps_values_in_step_and_the_inverse_restores(rows, data):
     order = data.draw(st.permutations(range(rows)))
     proto = make(rows, jax_arrays=data.draw(st.booleans()))
@@ -123,7 +123,7 @@ def test_reorder_refuses_what_is_no_permutation(order):
 
 
 @quick
-@given(chunks=st.integers(1, 5), size=st.integers(1, 4), jax_arrays=st.booleans())
+@given(chunks=st.sampled_from([1, 2, 5]), size=st.sampled_from([1, 3]), jax_arrays=st.booleans())
 def test_concat_of_chunks_is_the_identity(chunks, size, jax_arrays):
     proto = make(chunks * size, jax_arrays)
     parts = proto.chunk(chunks)

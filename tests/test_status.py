@@ -1,5 +1,6 @@
 """The status of a run: its files, its end, what is stuck, and the view of it."""
 
+import contextlib
 import io
 import json
 import logging
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from manus_jax import report, status
-from manus_jax.errors import Stopped, UserError
+from manus_jax.errors import Stopped, Terminated, UserError
 from manus_jax.progress import ProgressLine
 from manus_jax.reporting import watch
 from manus_jax.status import STATUS, prometheus_text, recorded
@@ -198,6 +200,36 @@ def test_the_watchdog_names_the_main_thread_if_nothing_moves(tmp_path: Path) -> 
     assert "test_the_watchdog_names_the_main_thread" in entry["stack"]
 
 
+def test_every_process_of_a_job_reports_a_stall_of_its_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # Only process 0 has a directory.
+    with (
+        caplog.at_level(logging.WARNING),
+        recorded("train", 0.02, 0.1 / 60, process=3),
+        STATUS.phase("update_actor"),
+    ):
+        eventually(lambda: STATUS.stuck)
+    assert caplog.text.count("process 3: no progress for") == 1
+    assert "phase update_actor" in caplog.text and "test_every_process_of_a_job" in caplog.text
+
+
+def test_a_process_that_waits_for_another_one_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    found = status.Status()
+    with found.waiting():
+        now[0] += 100
+        found.check_progress(60)
+        assert found.stuck == []
+    now[0] += 59
+    found.check_progress(60)
+    assert found.stuck == []
+    now[0] += 1
+    found.check_progress(60)
+    assert len(found.stuck) == 1
+
+
 def test_a_watchdog_of_0_minutes_is_off(tmp_path: Path) -> None:
     with recorded("train", 0.01, 0):
         STATUS.use_directory(tmp_path)
@@ -297,6 +329,20 @@ def test_a_terminal_shows_the_run_until_it_ends(tmp_path: Path) -> None:
     shown = console.file.getvalue()
     assert "running: train" in shown and "failed with exit code 1" in shown
     assert "\x1b[31m\n" not in shown  # of the error's text
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, Terminated])
+def test_the_live_view_ends_quietly_at_ctrl_c_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: type[KeyboardInterrupt]
+) -> None:
+    def interrupted(seconds: float) -> None:
+        raise stop
+
+    monkeypatch.setattr(watch, "time", types.SimpleNamespace(sleep=interrupted, time=time.time))
+    console = Console(force_terminal=True, file=io.StringIO(), width=120)
+    terminated = stop is Terminated
+    with pytest.raises(Terminated) if terminated else contextlib.nullcontext():
+        watch.watch(written(tmp_path / "run"), console)
 
 
 def test_a_command_that_is_refused_leaves_the_status_of_the_run_alone(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from typing import Any, cast
 
 from envs.babyai.game import BabyAIGame, plausible_actions
-from envs.babyai.levels import items
+from envs.babyai.levels import LEVELS, SEEDS, items
 from envs.babyai.oracle import oracle
 from envs.babyai.picture import data_uri
 from envs.game import EnvironmentSpec, Session, SessionRoute, step_fields
@@ -28,6 +28,7 @@ SPEC = EnvironmentSpec(
     item_field="data_idx",
     new_game=BabyAIGame,
     items=items,
+    item_count=lambda: len(LEVELS) * SEEDS,
     oracle=oracle,
     plausible_actions=plausible_actions,
     answers_when_done=False,

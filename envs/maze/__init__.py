@@ -5,7 +5,7 @@ from typing import Any
 from envs.game import EnvironmentSpec, Session, StaticRoute, detail_fields
 from envs.maze.game import ACTIONS, MazeGame
 from envs.maze.oracle import oracle
-from envs.maze.tasks import items
+from envs.maze.tasks import TEST, items
 
 
 def _detail(session: Session) -> dict[str, Any]:
@@ -20,6 +20,7 @@ SPEC = EnvironmentSpec(
     item_field="game",
     new_game=MazeGame,
     items=items,
+    item_count=lambda: TEST.stop,
     oracle=oracle,
     cheap=True,
     answers_when_done=False,

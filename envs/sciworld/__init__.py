@@ -13,7 +13,7 @@ from envs.game import (
 )
 from envs.sciworld.game import SciWorld
 from envs.sciworld.simulators import POOL, gold_path, limit, missing
-from envs.sciworld.tasks import items, pair
+from envs.sciworld.tasks import ITEMS, items, pair
 
 
 def oracle(item: int) -> Policy:
@@ -145,6 +145,7 @@ SPEC = EnvironmentSpec(
     item_field="data_idx",
     new_game=SciWorld,
     items=items,
+    item_count=lambda: ITEMS,
     oracle=oracle,
     reset_answer=_started,
     step_answer=_stepped,

@@ -4,7 +4,7 @@ from typing import Any
 
 from envs.game import EnvironmentSpec, Move, Policy, Session, observation_pair
 from envs.sqlgym.game import SqlGame
-from envs.sqlgym.tasks import items, question
+from envs.sqlgym.tasks import COUNT, items, question
 
 
 def oracle(item: int) -> Policy:
@@ -34,6 +34,7 @@ SPEC = EnvironmentSpec(
     item_field="item_id",
     new_game=SqlGame,
     items=items,
+    item_count=lambda: COUNT,
     oracle=oracle,
     reset_answer=observation_pair,
     step_answer=_stepped,

@@ -18,14 +18,12 @@ class SqlGame:
 
     def __init__(self) -> None:
         self._question: Question | None = None
-        self._observation = ""
         self._done = False
 
     def reset(self, item: int) -> str:
         self._question = question(item)
         self._done = False
-        self._observation = f"{self._question.database.describe()}\n\n{self._question.text}"
-        return self._observation
+        return self.observation()
 
     def step(self, action: str) -> Step:
         asked = self._asked()
@@ -43,12 +41,13 @@ class SqlGame:
         except WorkerError as error:
             raise GameError(f"The query was not run: {error}.") from None
         self._done = True
-        self._observation = state[:STATE_CHARACTERS]
-        return Step(self._observation, float(right), True, {"ground_truth": asked.sql})
+        result = state[:STATE_CHARACTERS]
+        return Step(result, float(right), True, {"ground_truth": asked.sql})
 
     def observation(self) -> str:
-        self._asked()
-        return self._observation
+        """The question, also after the query, as on AgentGym's server."""
+        asked = self._asked()
+        return f"{asked.database.describe()}\n\n{asked.text}"
 
     def close(self) -> None:
         self._question = None

@@ -41,6 +41,7 @@ SPEC = EnvironmentSpec(
     item_field="data_idx",
     new_game=TextCraft,
     items=items,
+    item_count=number_of_items,
     oracle=oracle,
     plausible_actions=plausible_actions,
     cheap=True,

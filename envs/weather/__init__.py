@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from envs.game import EnvironmentSpec, Move, Policy, Session, observation_text
 from envs.weather.game import Weather
-from envs.weather.tasks import items, question
+from envs.weather.tasks import ITEMS, items, question
 from envs.weather.tools import FINISH
 
 
@@ -49,6 +49,7 @@ SPEC = EnvironmentSpec(
     item_field="id",
     new_game=Weather,
     items=items,
+    item_count=lambda: ITEMS,
     oracle=oracle,
     create_body=CreateBody,
     create_item=lambda _, body: body.id,

@@ -24,6 +24,7 @@ SPEC = EnvironmentSpec(
     item_field="session_id",
     new_game=WebShop,
     items=items,
+    item_count=lambda: GOALS,
     oracle=oracle,
     plausible_actions=plausible_actions,
     default_item=lambda session: session.number % GOALS,

@@ -5,7 +5,7 @@ from typing import Any, cast
 from envs.game import EnvironmentSpec, Session, SessionRoute, detail_fields
 from envs.wordle.game import Wordle, plausible_actions
 from envs.wordle.oracle import oracle
-from envs.wordle.tasks import items
+from envs.wordle.tasks import items, vocabulary
 
 
 def _started(session: Session) -> dict[str, Any]:
@@ -28,6 +28,7 @@ SPEC = EnvironmentSpec(
     item_field="seed",
     new_game=Wordle,
     items=items,
+    item_count=lambda: len(vocabulary()),
     oracle=oracle,
     plausible_actions=plausible_actions,
     cheap=True,

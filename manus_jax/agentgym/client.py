@@ -61,6 +61,7 @@ class Session:
         self.listener = listener
         self._incarnation = incarnation
         self._connection = Connection(row, root, settings or EnvPoolSettings())
+        self._first_view = ""
         self._episode: EpisodeReward | None = None
         self._done = True
 
@@ -103,6 +104,7 @@ class Session:
                 raise self._malformed("reset", detail) from error
             if not isinstance(view, str):
                 raise self._malformed("reset", f"the observation is {shortened(repr(view))}")
+        self._first_view = view
         self._episode, self._done = EpisodeReward(self.row.reward), False
         return _encodable(view)
 
@@ -120,6 +122,8 @@ class Session:
             if not all(types):
                 raise self._malformed("step", f"wrong types in {shortened(repr(answer))}")
             self._check_backend("step", answer)
+            if self.row.shares_ids:
+                self._check_alone()
             done = done or any(marker in view for marker in self.row.done_markers)
             try:
                 reward = self._episode.record(value, done)
@@ -191,6 +195,19 @@ class Session:
         if self._incarnation is not None and self._incarnation.ended():
             detail = "the server has restarted, and its sessions are lost"
             raise self._failure(FailureKind.RESTARTED, route, detail)
+
+    def _check_alone(self) -> None:
+        """Raises if another client has reset the session: the step was scored in its game.
+
+        The server shows the task of the last reset even after a step.
+        """
+        seen = self._call(f"observation?{urlencode(self._with_id({}))}", "GET")
+        if seen != self._first_view:
+            detail = (
+                f"another client plays in session {self.id}; AgentGym's {self.row.name} server "
+                "gives the same sessions to all clients: use a server of your own"
+            )
+            raise self._failure(FailureKind.DUPLICATE_ID, "step", detail)
 
     def _field(self, answer: Any, key: str, route: str) -> Any:
         if not isinstance(answer, dict) or key not in answer:

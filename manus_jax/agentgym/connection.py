@@ -30,7 +30,8 @@ MAX_RESPONSE = 16 << 20
 """Bytes; observations take kilobytes."""
 
 _MAX_NESTING = 100
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+# One that is not closed ends with the text: tried again from every quote, it would take forever.
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 KEY_VARIABLE = "MANUS_JAX_ENV_KEY"
 """The environment variable with the key that servers may require."""
 

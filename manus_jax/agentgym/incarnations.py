@@ -4,11 +4,13 @@ After a restart AgentGym's servers number their sessions from 0 again and report
 episode that kept its id would continue in another episode's game. An incarnation is one life of a
 server process. It is observed through a connection of its own: a request every few seconds keeps
 the server from closing it, so that it ends when the process ends, which the operating system
-reports even between two requests.
+reports even between two requests. A server that closes every connection is only seen to restart if
+it refuses a connection or a call in the meantime.
 """
 
 import re
 import select
+import socket
 import ssl
 import threading
 from urllib.parse import urlsplit
@@ -20,6 +22,7 @@ from manus_jax.config.server_settings import EnvPoolSettings
 PING_SECONDS = 2.0
 """uvicorn and hypercorn close connections that were idle for 5 s."""
 
+_KNOCK_SECONDS = 0.5
 _READS_PER_PING = 64
 _HANG_UP = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere POLLHUP is reported in any case
 _CLOSES = re.compile(rb"^HTTP/1\.0|^connection:\s*close", re.IGNORECASE | re.MULTILINE)
@@ -43,6 +46,8 @@ class ServerIncarnation:
         self._poll = select.poll()
         self._poll.register(self._socket, _HANG_UP)
         parts = urlsplit(root)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._address = (parts.hostname or "", port)
         headers = {"Host": parts.netloc, **self._connection.headers}
         lines = [f"GET {parts.path}/ HTTP/1.1", *(f"{key}: {headers[key]}" for key in headers)]
         self._request = "\r\n".join([*lines, "", ""]).encode()
@@ -68,7 +73,9 @@ class ServerIncarnation:
             self._finish()
 
     def ping(self) -> None:
-        """Keeps the connection in use."""
+        """Keeps the connection in use; if the server keeps none, checks that it still listens."""
+        if not self._observed:
+            self._knock()
         with self._lock:
             if self._ended or not self._observed:
                 return
@@ -80,6 +87,14 @@ class ServerIncarnation:
                     pass  # the server has stopped reading
                 except OSError:
                     self._finish()
+
+    def _knock(self) -> None:
+        try:
+            socket.create_connection(self._address, _KNOCK_SECONDS).close()
+        except ConnectionRefusedError:
+            self.end()
+        except OSError:
+            pass  # a busy server may not accept in time
 
     def _read(self) -> None:
         """Consumes the responses so far; notices the end of the connection and of the server."""

@@ -46,18 +46,19 @@ def _looked(answer: Any, look: Any) -> str:
 
 
 def _task_and_observation(answer: Any, look: Any) -> str:
-    return f"{answer['task_description']}\n{answer['observation']}"
+    return "\n".join([answer["task_description"], answer["observation"]])
 
 
 def _observation_and_actions(answer: Any, look: Any) -> str:
-    return f"{answer['observation']}\nAVAILABLE ACTIONS: {','.join(answer['available_actions'])}"
+    actions = ",".join(answer["available_actions"])
+    return "\n".join([answer["observation"], f"AVAILABLE ACTIONS: {actions}"])
 
 
 def _observation_and_words(answer: Any, look: Any) -> str:
     # AgentGym's game has 40 words, which the agent needs; a longer list would fill the context.
     if len(look) > 200:
         return answer["observation"]
-    return f"{answer['observation']}\nThe hidden word is one of: {', '.join(look)}"
+    return "\n".join([answer["observation"], f"The hidden word is one of: {', '.join(look)}"])
 
 
 def _never(answer: Any) -> bool:
@@ -113,10 +114,12 @@ class EnvironmentRow:
     view_field: str = "observation"  # the field of a step's observation
     done_field: str = "done"
     done_markers: tuple[str, ...] = ()  # substrings that mean finished although `done` is false
+    rejections: tuple[str, ...] = ()  # how an observation starts that refuses the action
     backend_failed: Callable[[Any], bool] = _never  # the response reports a failed backend
     closes: bool = False  # AgentGym's server has a close route
     reuse: bool = False  # the next episode resets this session instead of creating one
     recycles_ids: bool = False  # create may return an old id; else that means a restarted server
+    shares_ids: bool = False  # create may return a session of another client, who then plays in it
     items: range | None = None  # AgentGym's items; None: any number
     shares_items: bool = False  # an item is the same task on AgentGym's servers and on ours
     read_timeout: float = 60.0  # seconds per call
@@ -139,7 +142,8 @@ def _tool(
     # tools call web services that may be down.
     return EnvironmentRow(
         name, "env_idx", 8000, "id", reward, "tool_call", create_body={"id": 0}, bare_id=True,
-        first_view=_whole, backend_failed=_tool_lost_its_service, reuse=True, items=items,
+        first_view=_whole, rejections=("Format error", "Observation: ERROR | "),
+        backend_failed=_tool_lost_its_service, reuse=True, items=items,
         read_timeout=180, sessions_per_server=sessions_per_server,
     )  # fmt: skip
 
@@ -148,32 +152,38 @@ def _tool(
 # Name, id field, port, reset's item field, reward, action style; then specific fields.
 # babyai: use `reward`; `score` grows with every invalid action after a slow success. A success
 # worth 0.5 or less leaves `done` false, and past the step limit the value falls below 0.
-# sqlgym: the ninth create returns an id that is in use; the pool rejects it and waits. webshop has
-# such a ring of 8000 ids.
+# sqlgym: the ninth create returns an id that is in use; the pool rejects its own ids and waits. If
+# the id belongs to another client, each step is followed by a look at the question that was scored.
+# webshop has such a ring of 8000 ids, more than its clients create.
 # todo: create and reset clear and refill the server's single account, so concurrent episodes would
 # undo each other's work.
 # Servers without a close route keep their sessions forever, so sessions are reset and reused;
 # sciworld starts a Java process per session, which is also worth keeping.
 _ROWS = (
     EnvironmentRow("textcraft", "id", 36001, "data_idx", _FINAL, "plain_line",
-                    create_body={"commands": None, "goal": None}, closes=True),
+                    create_body={"commands": None, "goal": None}, closes=True,
+                    rejections=("Could not ",)),
     EnvironmentRow("babyai", "id", 36001, "data_idx",
                     RewardRule(RewardKind.FINAL, clip=True, success=any_reward), "plain_line",
-                    done_markers=("The task is completed.",), closes=True, shares_items=True),
+                    done_markers=("The task is completed.",), closes=True, shares_items=True,
+                    rejections=("The action is not recognized.",)),
     EnvironmentRow("sciworld", "id", 36001, "data_idx",
                     RewardRule(RewardKind.CUMULATIVE, field="score", low=-100, high=100), "line",
                     first_view=_task_and_observation, closes=True, reuse=True,
-                    items=range(4639), shares_items=True, read_timeout=120),
+                    items=range(4639), shares_items=True, read_timeout=120,
+                    rejections=("No known action matches that input.",)),
     EnvironmentRow("alfworld", "id", 36001, "game", _FINAL, "line",
                     reset_extra={"world_type": "Text"}, first_view=_observation_and_actions,
-                    reuse=True, items=range(2620), read_timeout=180),
+                    reuse=True, items=range(2620), read_timeout=180,
+                    rejections=("Nothing happens.",)),
     EnvironmentRow("maze", "id", 36001, "game", RewardRule(RewardKind.FINAL, low=-1), "line",
                     prefix="/maze", reuse=True, items=range(25)),
     EnvironmentRow("wordle", "id", 36001, "seed", _FINAL, "line", prefix="/wordle",
-                    look="filtered_vocab", first_view=_observation_and_words, reuse=True),
+                    look="filtered_vocab", first_view=_observation_and_words, reuse=True,
+                    rejections=("invalid word",)),
     EnvironmentRow("sqlgym", "env_idx", 36002, "item_id", _FINAL, "sql_block", bare_id=True,
                     first_view=_first_of_pair, view_field="state", reuse=True, recycles_ids=True,
-                    items=range(10962)),
+                    shares_ids=True, items=range(10962)),
     EnvironmentRow("webshop", "env_idx", 36001, "session_id", _FINAL, "line", bare_id=True,
                     first_view=_looked, look="observation", view_field="state", reuse=True,
                     recycles_ids=True),

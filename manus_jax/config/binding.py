@@ -131,6 +131,11 @@ def build(*classes: type) -> tuple[Any, ...]:
     return tuple(cls(**bound.get(cls.gin_name, {})) for cls in classes)  # type: ignore[attr-defined]
 
 
+def bound_value(name: str) -> Any:
+    """The value that a binding gives to a setting; None if there is no binding."""
+    return _parsed.resolved().get(name)
+
+
 def setting_names(*names: str) -> frozenset[str]:
     """The settings `group.field` of the named groups; names of single settings stay as they are."""
     found: set[str] = set()

@@ -18,6 +18,7 @@ from manus_jax.config.binding import (
 )
 from manus_jax.config.settings import (
     AlgorithmSettings,
+    CompilationSettings,
     ComputeSettings,
     DataSettings,
     DistributedSettings,
@@ -55,6 +56,7 @@ class TrainConfig:
     compute: ComputeSettings
     distributed: DistributedSettings = dataclasses.field(default_factory=DistributedSettings)
     status: StatusSettings = dataclasses.field(default_factory=StatusSettings)
+    compilation: CompilationSettings = dataclasses.field(default_factory=CompilationSettings)
     env_pool: EnvPoolSettings = dataclasses.field(default_factory=EnvPoolSettings)
     engine_settings: Any = None  # the chosen engine's own group, e.g. VllmSettings
 
@@ -70,6 +72,7 @@ class SftConfig:
     compute: ComputeSettings
     distributed: DistributedSettings = dataclasses.field(default_factory=DistributedSettings)
     status: StatusSettings = dataclasses.field(default_factory=StatusSettings)
+    compilation: CompilationSettings = dataclasses.field(default_factory=CompilationSettings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +82,7 @@ class EvaluateConfig:
     rollout: RolloutSettings
     engine: EngineSettings
     status: StatusSettings = dataclasses.field(default_factory=StatusSettings)
+    compilation: CompilationSettings = dataclasses.field(default_factory=CompilationSettings)
     env_pool: EnvPoolSettings = dataclasses.field(default_factory=EnvPoolSettings)
     engine_settings: Any = None  # the chosen engine's own group, e.g. VllmSettings
 

@@ -18,6 +18,7 @@ from gin import config_parser
 from manus_jax.config.values import ConfigError
 from manus_jax.limits import shown
 
+_MAX_BYTES = 10**6
 _VALUES = "a number, a quoted string, True, False, None, a list, a dict or a %MACRO"
 
 
@@ -49,10 +50,10 @@ class GinText:
         self._macros: dict[str, Any] = {}
 
     def read_file(self, path: Path, inside: tuple[Path, ...] = ()) -> None:
-        if path.resolve() in inside:
-            raise ConfigError(f"gin file {path} includes itself")
         try:
-            text = path.read_text(encoding="utf-8")
+            with path.open("rb") as file:
+                content = file.read(_MAX_BYTES + 1)
+            text = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
         except FileNotFoundError:
             missing = f"{inside[-1]} includes {path}, which" if inside else f"gin file {path}"
             raise ConfigError(f"{missing} does not exist") from None
@@ -60,6 +61,10 @@ class GinText:
             raise ConfigError(f"gin file {path} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise ConfigError(f"gin file {path} is not a text file: {error.reason}") from None
+        if path.resolve() in inside:
+            raise ConfigError(f"gin file {path} includes itself")
+        if len(content) > _MAX_BYTES:
+            raise ConfigError(f"gin file {path} has more than {_MAX_BYTES} bytes")
         outer = (*inside, path.resolve())
         include = lambda name: self.read_file(path.parent / name, outer)
         if not self.read_text(str(path), text, include):

@@ -61,7 +61,7 @@ class ComputeSettings:
     """How the forward pass is computed; this does not change its result."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: Literal["full", "attention", "minimal", "none"] = "full"
+    remat: Literal["full", "offload", "attention", "minimal", "none"] = "full"
     attention: Literal["auto", "plain", "splash", "triton"] = "auto"  # auto: by platform
 
 
@@ -123,8 +123,22 @@ class StatusSettings:
     watchdog_minutes: float = setting(default=10.0, at_least=0, at_most=10_000)  # 0: off
 
 
+@settings("compilation", may_change=True)
+class CompilationSettings:
+    """Compiled programs are kept on disk for the next start (docs/operations.md)."""
+
+    # None: not kept. The variable JAX_COMPILATION_CACHE_DIR takes precedence.
+    cache_dir: str | None = setting(default="~/.cache/manus_jax/compiled", text="path")
+
+
 @settings("optimizer")
 class OptimizerSettings:
+    """The optimizer and its memory (docs/memory.md)."""
+
+    name: Literal["adamw", "adafactor"] = "adamw"
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of AdamW's first moment
+    # Where its state is kept between updates.
+    state: Literal["device", "host"] = setting(default="device", may_change=True)
     lr: float = setting(default=1e-6, above=0, at_most=10)
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     warmup_steps: int = setting(default=0, at_least=0, at_most=_MAX_STEPS)
@@ -135,6 +149,14 @@ class OptimizerSettings:
     b2: float = setting(default=0.999, at_least=0, below=1)
     eps: float = setting(default=1e-8, above=0, at_most=1)
     grad_clip: float = setting(default=1.0, above=0, at_most=1e9)  # of the global norm
+
+    def __post_init__(self) -> None:
+        default = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "moment_dtype": "float32"}
+        changed = [name for name, value in default.items() if getattr(self, name) != value]
+        require(
+            self.name == "adamw" or not changed,
+            f"optimizer.name = {self.name!r} does not read optimizer.{''.join(changed[:1])}",
+        )
 
 
 @settings("data")
@@ -240,6 +262,8 @@ class RolloutSettings:
     invalid_action_penalty: float = setting(default=0.0, at_least=0, at_most=10**6)
     # Seconds per turn.
     generation_timeout: float = setting(default=600.0, above=0, at_most=_MAX_SECONDS)
+    # Seconds per episode, all attempts together; longer ones are dropped. None: no limit.
+    episode_timeout: float | None = setting(default=None, above=0, at_most=_MAX_SECONDS)
     # Episodes played at the same time.
     max_in_flight: int = setting(default=1024, at_least=1, at_most=10**5)
 
@@ -259,6 +283,10 @@ class EngineSettings:
     name: str = "jax"
     # Episodes whose KV cache is kept.
     slots: int = setting(default=32, at_least=1, at_most=2**16, may_change=True)
+    # Tokens in the KV cache, over all devices; None: slots x rollout.max_total_tokens.
+    cache_tokens: int | None = setting(default=None, at_least=1, at_most=2**40, may_change=True)
+    # Devices that share one copy of the weights; None: mesh.tensor.
+    tensor: int | None = setting(default=None, at_least=1, at_most=2**20, may_change=True)
     dtype: Literal["float32", "bfloat16"] = "float32"
     # Tokens between two looks at the queue.
     max_steps: int = setting(default=8, at_least=1, at_most=2**16, may_change=True)
@@ -287,7 +315,9 @@ class AlgorithmSettings:
     kl_controller: Literal["fixed", "adaptive"] = "fixed"  # of the KL in the reward
     target_kl: float = setting(default=0.1, above=0, at_most=1000)
     kl_horizon: int = setting(default=10_000, at_least=1, at_most=10**9)
-    reference: Literal["device", "host"] = "device"  # where the reference policy is kept
+    # Where the reference policy is kept, and in which type.
+    reference: Literal["device", "host"] = setting(default="device", may_change=True)
+    reference_dtype: Literal["float32", "bfloat16"] = "float32"
     dynamic_sampling: bool | None = None  # replace groups whose outcomes are all equal
     # Batches of dynamic sampling, per step.
     max_gen_batches: int = setting(default=10, at_least=1, at_most=10**5)
@@ -334,6 +364,8 @@ class TrainSettings:
     total_steps: int = setting(default=100, at_least=1, at_most=_MAX_STEPS, may_change=True)
     batch_size: int = setting(default=32, at_least=1, at_most=10**5)  # tasks per step
     group_size: int = setting(default=8, at_least=1, at_most=10**4)  # episodes per task (rollout.n)
+    # Updates by which episodes may precede the weights they train; 0: synchronous (docs/async.md).
+    max_staleness: int = setting(default=0, at_least=0, at_most=1000)
     seed: int = setting(default=0, at_least=0, at_most=MAX_SEED)
     save_freq: int = setting(default=10, at_least=1, at_most=_MAX_STEPS, may_change=True)
     test_freq: int = setting(default=10, at_least=1, at_most=_MAX_STEPS, may_change=True)
@@ -356,6 +388,10 @@ class TrainSettings:
     turns_schedule_steps: int = setting(default=100, at_least=1, at_most=_MAX_STEPS)
     tensorboard: bool = setting(default=False, may_change=True)  # events in run_dir/tensorboard
     wandb_project: str = setting(default="", may_change=True)  # empty: no wandb
+    # Traces for TensorBoard and Perfetto in run_dir/profile/<step>.
+    profile_steps: tuple[int, ...] = setting(
+        default=(), at_least=1, at_most=_MAX_STEPS, distinct=True, may_change=True
+    )
     export: bool = setting(default=True, may_change=True)  # to export/<step>/, at the end
     next_command: str = setting(default="", may_change=True)  # printed at the end
 

@@ -89,7 +89,9 @@ def message_from_record(record: dict[str, Any]) -> Message:
     except UnicodeEncodeError as error:
         raise ConversationError(f"the text under {what!r} is not valid Unicode: {error}") from None
     loss = record.get("loss")
-    return Message(role, content, role == "assistant" and (loss is None or bool(loss)))
+    if loss not in (None, False, True):  # 0 and 1 are equal to them
+        raise ConversationError(f"'loss' must be true, false or null, got {loss!r}")
+    return Message(role, content, role == "assistant" and loss in (None, True))
 
 
 class ChatStream:

@@ -39,12 +39,13 @@ class _Source:
         bits = np.random.Philox(key=key).random_raw(len(self.tasks))
         self._order = np.argsort(bits, kind="stable")
 
-    def draw(self) -> Task:
-        task = self.tasks[self._order[self.position]]
+    def draw(self) -> int:
+        """The row of the next task."""
+        row = int(self._order[self.position])
         self.position += 1
         if self.position == len(self.tasks):
             self.move_to(self.epoch + 1, 0)
-        return task
+        return row
 
     @property
     def drawn(self) -> int:
@@ -95,7 +96,12 @@ class Mixture:
     def next_batch(self, size: int) -> list[Task]:
         if size < 1:
             raise DatasetError(f"batch size must be at least 1, got {size}")
-        return [self._draw() for _ in range(size)]
+        return [self.task(self.draw()) for _ in range(size)]
+
+    def task(self, place: tuple[int, int]) -> Task:
+        """The task at a place that `draw` returned."""
+        source, row = place
+        return self._sources[source].tasks[row]
 
     def state(self) -> dict[str, Any]:
         """The cursor as JSON; it is valid only for the same tasks, weights and seed."""
@@ -127,10 +133,12 @@ class Mixture:
         for source, place in zip(self._sources, places, strict=True):
             source.move_to(*place)
 
-    def _draw(self) -> Task:
+    def draw(self) -> tuple[int, int]:
+        """The place of the next task: its source and its row there."""
         counts = [source.drawn for source in self._sources]
         draws, total = sum(counts) + 1, sum(self._shares)
         behind = [
             share * draws - total * count for share, count in zip(self._shares, counts, strict=True)
         ]
-        return self._sources[behind.index(max(behind))].draw()
+        source = behind.index(max(behind))
+        return source, self._sources[source].draw()

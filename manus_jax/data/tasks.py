@@ -22,7 +22,7 @@ from manus_jax.errors import UserError
 
 CONVERSATION_COLUMNS = ("conversations", "messages")
 KNOWN_COLUMNS = {"item_id", "id", "prompt", "data_source", "ground_truth", *CONVERSATION_COLUMNS}
-ITEM_ID = re.compile(r"(?:(?P<env>.+)_)?(?P<item>\d{1,18})")
+ITEM_ID = re.compile(r"(?:(?P<env>.+)_)?(?P<item>[0-9]{1,18})")
 ENV_ALIASES = {
     "lmrlgym_maze": "maze",
     "lmrlgym_wordle": "wordle",

@@ -1,10 +1,11 @@
-"""Prompt cancellation of many episodes at once.
+"""Prompt cancellation of many episodes at once, and a time limit for each of them.
 
 Threads wait on events that `cancel` can set; nothing polls. A thread that is inside a call to an
 environment server notices the cancellation when the call returns.
 """
 
 import threading
+import time
 from concurrent.futures import CancelledError, Future
 
 from manus_jax.engines.protocol import EngineError, Generation
@@ -12,6 +13,10 @@ from manus_jax.engines.protocol import EngineError, Generation
 
 class Cancelled(Exception):
     """The episode was cancelled."""
+
+
+class Overdue(Exception):
+    """The episode has taken longer than its time limit."""
 
 
 class Cancellation:
@@ -61,3 +66,33 @@ class Cancellation:
             return future.result()
         except CancelledError:
             raise EngineError("the engine cancelled the request") from None
+
+
+class EpisodeCancellation:
+    """The run's cancellation for one episode, which also ends after `limit_s` seconds, if set."""
+
+    def __init__(self, run: Cancellation, limit_s: float | None = None) -> None:
+        self._run = run
+        self._limit_s = limit_s
+        self._deadline = time.monotonic() + (threading.TIMEOUT_MAX if limit_s is None else limit_s)
+
+    def check(self) -> None:
+        """Raises Cancelled or Overdue."""
+        self._run.check()
+        if self._left() <= 0:
+            raise Overdue(f"not finished after {self._limit_s:g} s (rollout.episode_timeout)")
+
+    def sleep(self, seconds: float) -> None:
+        self._run.sleep(min(seconds, max(0.0, self._left())))
+        self.check()
+
+    def result(self, future: "Future[Generation]", timeout: float) -> Generation:
+        """Like `Cancellation.result`; the request is cancelled when the episode is overdue."""
+        try:
+            return self._run.result(future, min(timeout, max(0.0, self._left())))
+        except EngineError:
+            self.check()
+            raise
+
+    def _left(self) -> float:
+        return self._deadline - time.monotonic()

@@ -1,15 +1,15 @@
 """The embedded engine: continuous batching in the training process, on the learner's devices.
 
-One thread owns the device and repeats four steps: it takes new requests, assigns free slots to
-waiting ones, prefills a bounded number of prompt tokens, and decodes a few steps of every stream
-that is ready. All other operations (submit, cancel, release, new weights) are queued and take
-effect before the thread's next dispatch.
+One thread repeats four steps: it takes new requests, assigns free slots and pages to waiting ones,
+prefills a bounded number of prompt tokens, and decodes a few steps of every stream that is ready.
+All other operations (submit, cancel, release, new weights) are queued and take effect before the
+thread's next dispatch. `layout` describes how weights and cache are spread over the devices.
 
 A generation depends only on its prompt, seed and weights, not on the batch, the slot or timing. On
 CPU this is exact to the bit as long as no session is evicted between its turns, because keys and
 values recomputed by another program may differ in the last bits; so use at least as many slots as
-there are episodes in flight. Not implemented: paging, speculative decoding, and overlap of host
-work with the device.
+there are episodes in flight. Not implemented: speculative decoding, and overlap of host work with
+the device.
 """
 
 import dataclasses
@@ -18,20 +18,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
+from manus_jax.dispatch import starting
 from manus_jax.engines.cached_decoder import (
     MAX_STOP_IDS,
+    PREFILL_SHAPE,
     CachedDecoder,
     Decoded,
     empty_chunks,
     empty_lanes,
-    lane_sizes,
-    place,
 )
+from manus_jax.engines.layout import NO_PAGE, make_layout
 from manus_jax.engines.protocol import (
     EngineError,
     FinishReason,
@@ -40,6 +42,7 @@ from manus_jax.engines.protocol import (
     check_request,
 )
 from manus_jax.engines.slots import Slot, SlotTable, prefill_pieces
+from manus_jax.engines.weight_copy import copy_weights
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Params
 from manus_jax.status import STATUS
@@ -48,9 +51,6 @@ Decode = Callable[[list[int]], str]
 
 # Requests arrive in bursts after a pause; a batch that starts together stays together.
 _BURST_SECONDS = 0.002
-# Rows and tokens per row of a prefill dispatch. The shape is fixed: another one would sum in
-# another order and make results depend on timing.
-_PREFILL_SHAPE = (8, 64)
 
 
 @dataclasses.dataclass
@@ -90,6 +90,9 @@ class JaxEngine:
       params: the policy's parameters, version 0; the engine copies them.
       slots: number of streams in the cache, running or idle between turns.
       max_length: maximum number of tokens of a prompt and its generation together.
+      cache_tokens: number of tokens in the cache; None: `slots` x `max_length`.
+      devices: in the order of the learner's mesh; None: the first of this process.
+      tensor: number of devices that share one copy of the weights.
       decode: converts ids to text; required only for stop strings.
       dtype: type of the weights, the cache and the computation.
       queue_size: maximum number of waiting requests; a further one is an `EngineError`.
@@ -106,27 +109,39 @@ class JaxEngine:
         *,
         slots: int = 16,
         max_length: int = 2048,
+        cache_tokens: int | None = None,
+        devices: Sequence[Any] | None = None,
+        tensor: int = 1,
         decode: Decode | None = None,
         dtype: str = "float32",
         queue_size: int = 4096,
         max_steps: int = 8,
     ) -> None:
-        if max_length > arch.max_positions:
-            raise EngineError(
-                f"max_length {max_length} exceeds the model's {arch.max_positions} positions"
-            )
-        self._max_length = max_length
+        self._layout = layout = make_layout(
+            arch,
+            jax.local_devices()[:1] if devices is None else devices,
+            slots=slots,
+            max_length=max_length,
+            tensor=tensor,
+            cache_tokens=cache_tokens,
+            dtype=dtype,
+        )
         self._decode_text = decode
         self._queue_size = queue_size
         self._max_steps = max_steps
-        self._lane_sizes = lane_sizes(slots)
 
-        self._decoder = CachedDecoder(arch, dtype, self._lane_sizes[-1], max_length, max_steps)
+        self._decoder = CachedDecoder(layout, max_steps)
         self._cache = self._decoder.new_cache()
-        self._weights = self._decoder.weights(params)
+        self._weights = copy_weights(layout, params)
         self._running_version = 0
 
-        self._table = SlotTable(slots, min_shared=_PREFILL_SHAPE[1] // 2)
+        self._table = SlotTable(
+            layout.slots,
+            min_shared=PREFILL_SHAPE[1] // 2,
+            copies=layout.copies,
+            pages=None if layout.one_page_per_slot else layout.pages,
+            page_length=layout.page_length,
+        )
         self._counters = Counters()
         self._waiting: deque[Job] = deque()
 
@@ -145,7 +160,7 @@ class JaxEngine:
 
     @property
     def max_length(self) -> int:
-        return self._max_length
+        return self._layout.max_length
 
     def submit(self, request: Request) -> "Future[Generation]":
         """Raises EngineError if the request is invalid or the queue is full."""
@@ -157,7 +172,7 @@ class JaxEngine:
             problem = "stop strings need an engine with `decode`"
         if problem is not None:
             raise EngineError(f"session {request.session!r}: {problem}")
-        budget = check_request(request, self._max_length, self._decoder.arch.vocab_size)
+        budget = check_request(request, self.max_length, self._layout.arch.vocab_size)
         job = Job(request, Future(), budget)
         with self._inbox:
             if self._closed is not None:
@@ -180,7 +195,8 @@ class JaxEngine:
     def update_weights(self, params: Params, version: int) -> None:
         """Takes effect before the next dispatch. The keys and values of all streams are recomputed
         when they are next used, so that each log-prob is exactly that of its token's version."""
-        weights = self._decoder.weights(params)
+        with starting(self._layout.mesh):
+            weights = copy_weights(self._layout, params)
 
         def swap() -> None:
             self._weights, self._running_version = weights, version
@@ -206,6 +222,7 @@ class JaxEngine:
             "busy_seconds": counters["prefill_seconds"] + counters["decode_seconds"],
             "evictions": self._table.evictions,
             "active_slots": len(self._table.busy),
+            "free_pages": self._table.free_pages,
             "queue_length": len(self._arrived) + len(self._waiting),
         }
 
@@ -263,12 +280,13 @@ class JaxEngine:
             self._waiting.remove(job)
 
     def _admit(self) -> None:
-        """Assigns slots; sessions with a cached stream come first, as they need no eviction."""
+        """Assigns slots and pages; sessions with a cached stream come first: they evict least."""
         kept = {s.session for s in self._table.slots if s.job is None and s.session is not None}
         self._waiting = deque(sorted(self._waiting, key=lambda j: j.request.session not in kept))
         while self._waiting:
             job = self._waiting[0]
-            slot = self._table.admit(job.request.session, job.request.prompt_ids, job)
+            request = job.request
+            slot = self._table.admit(request.session, request.prompt_ids, job, job.budget)
             if slot is None:
                 return
             self._counters.reused_tokens += slot.filled
@@ -290,27 +308,38 @@ class JaxEngine:
             room -= self._fill_pieces(ready)
 
     def _share(self, slot: Slot, leader: Slot, held: int) -> None:
-        slots = place((np.int32(leader.index), np.int32(slot.index)))
-        self._cache = self._decoder.copy(self._cache, *slots)
+        """Copies the pages with the first `held` ids of `leader`, on the same copy of the model."""
+        count = -(-held // self._layout.page_length)
+        pages = np.full((2, self._layout.copies, self._layout.columns), NO_PAGE, np.int32)
+        pages[:, slot.copy, :count] = leader.pages[:count], slot.pages[:count]
+        with starting(self._layout.mesh):
+            self._cache = self._decoder.copy(self._cache, *self._decoder.place(tuple(pages)))
         self._counters.reused_tokens += held - slot.filled
         slot.filled = held
 
+    def _by_copy(self, slots: Sequence[Slot]) -> list[list[Slot]]:
+        return [[s for s in slots if s.copy == copy] for copy in range(self._layout.copies)]
+
     def _fill_pieces(self, slots: Sequence[Slot]) -> int:
         """Runs one prefill dispatch and returns its number of tokens."""
-        pieces = prefill_pieces(slots, *_PREFILL_SHAPE)
-        chunks = empty_chunks(*_PREFILL_SHAPE)
-        for row, (slot, start, stop) in enumerate(pieces):
-            chunks.rows[row] = slot.index
-            chunks.tokens[row, : stop - start] = slot.ids[start:stop]
-            chunks.positions[row, : stop - start] = range(start, stop)
+        chunks, tokens = empty_chunks(self._layout), 0
+        rows, _ = PREFILL_SHAPE
+        found = [prefill_pieces(own, *PREFILL_SHAPE) for own in self._by_copy(slots)]
+        for copy, pieces in enumerate(found):
+            for row, (slot, start, stop) in enumerate(pieces, copy * rows):
+                chunks.pages[row, : len(slot.pages)] = slot.pages
+                chunks.tokens[row, : stop - start] = slot.ids[start:stop]
+                chunks.positions[row, : stop - start] = range(start, stop)
+                tokens += stop - start
         began = time.perf_counter()
-        self._cache = self._decoder.fill(self._weights, self._cache, place(chunks))
+        with starting(self._layout.mesh):
+            inputs = self._decoder.place(chunks)
+            self._cache = self._decoder.fill(self._weights, self._cache, inputs)
         jax.block_until_ready(self._cache)
         self._counters.prefill_seconds += time.perf_counter() - began
         self._counters.prefill_dispatches += 1
-        for slot, _, stop in pieces:
+        for slot, _, stop in (piece for pieces in found for piece in pieces):
             slot.filled = stop
-        tokens = sum(stop - start for _, start, stop in pieces)
         self._counters.prefill_tokens += tokens
         return tokens
 
@@ -322,32 +351,39 @@ class JaxEngine:
         if not ready:
             return
         steps = max(1, self._max_steps * len(ready) ** 2 // len(busy) ** 2)
-        fewest, widest = self._lane_sizes[0], self._lane_sizes[-1]
-        width = fewest if 2 * len(ready) <= widest else widest
-        for first in range(0, len(ready), width):
-            self._decode_lanes(ready[first : first + width], width, steps)
+        by_copy = self._by_copy(ready)
+        most = max(map(len, by_copy))
+        fewest, widest = self._layout.lanes[0], self._layout.lanes[-1]
+        width = fewest if 2 * most <= widest else widest
+        for first in range(0, most, width):
+            self._decode_lanes([own[first : first + width] for own in by_copy], width, steps)
 
-    def _decode_lanes(self, slots: Sequence[Slot], width: int, steps: int) -> None:
+    def _decode_lanes(self, by_copy: Sequence[Sequence[Slot]], width: int, steps: int) -> None:
         """Runs one decode dispatch."""
-        lanes = empty_lanes(width, self._decoder.slots)
-        places = [s.index for s in slots] if lanes.rows is None else range(len(slots))
-        for lane, slot in zip(places, slots, strict=True):
+        lanes = empty_lanes(self._layout, width)
+        placed = {
+            copy * width + (slot.index if lanes.pages is None else place): slot
+            for copy, slots in enumerate(by_copy)
+            for place, slot in enumerate(slots)
+        }
+        for lane, slot in placed.items():
             job, how = slot.job, slot.job.request.sampling
-            if lanes.rows is not None:
-                lanes.rows[lane] = slot.index
+            if lanes.pages is not None:
+                lanes.pages[lane, : len(slot.pages)] = slot.pages
             lanes.tokens[lane] = slot.ids[-1]
             lanes.positions[lane] = len(slot.ids) - 1
             lanes.budget[lane] = job.budget - job.generated
             lanes.stop_ids[lane, : len(how.stop_ids)] = how.stop_ids
             lanes.controls.put(lane, how, job.request.seed)
         began = time.perf_counter()
-        inputs = place((lanes, np.int32(steps)))
-        self._cache, decoded = self._decoder.decode(self._weights, self._cache, *inputs)
+        with starting(self._layout.mesh):
+            inputs = self._decoder.place(lanes), self._decoder.place(np.int32(steps), P())
+            self._cache, decoded = self._decoder.decode(self._weights, self._cache, *inputs)
         decoded = jax.device_get(decoded)
         self._counters.decode_seconds += time.perf_counter() - began
         self._counters.decode_dispatches += 1
         self._counters.decode_steps += int(decoded.counts.max())
-        for lane, slot in zip(places, slots, strict=True):
+        for lane, slot in placed.items():
             self._take(slot, decoded, lane)
 
     def _take(self, slot: Slot, decoded: Decoded, lane: int) -> None:

@@ -87,7 +87,7 @@ class Engine(Protocol):
     """Thread-safe. `submit` returns immediately; cancelling its future cancels the generation."""
 
     on_learner_device: ClassVar[bool]
-    """Whether the engine keeps its weights and cache on the learner's first device."""
+    """Whether the engine keeps its weights and cache on the learner's devices."""
 
     @property
     def version(self) -> int:

@@ -1,11 +1,14 @@
-"""Slots of the KV cache: which stream each holds, how much of it is cached, and eviction.
+"""Slots and pages of the KV cache: which stream each holds, how much is cached, and eviction.
 
 A slot is a stream of ids plus the number of leading ids whose keys and values are cached. Prefill,
 reuse between turns, truncation, copying from another slot and invalidation by new weights all
-change only that number. This is a pure state machine, without I/O or device access, owned by the
+change only that number. A job is admitted when there are pages for its prompt and everything that
+it may generate, so a running job never waits for a page, and nothing can deadlock; pages of idle
+slots are taken as needed. This is a pure state machine, without I/O or device access, owned by the
 engine's thread.
 """
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -28,13 +31,16 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 @dataclasses.dataclass(eq=False)
 class Slot:
-    """`ids[:filled]` are in the cache. `job` is None if the slot is idle.
+    """`ids[:filled]` are in the cache, in `pages`. `job` is None if the slot is idle.
 
-    `turn` orders slots by when they last received a job. `leader` is a slot that has, or is
-    computing, a longer prefix of this stream, and `shared` is the length of the common prefix.
+    `copy` is the copy of the model that the slot belongs to, and `index` its number there. `turn`
+    orders slots by when they last received a job. `leader` is a slot that has, or is computing, a
+    longer prefix of this stream, and `shared` is the length of the common prefix.
     """
 
     index: int
+    copy: int = 0
+    pages: list[int] = dataclasses.field(default_factory=list)
     session: str | None = None
     ids: list[int] = dataclasses.field(default_factory=list)
     filled: int = 0
@@ -59,29 +65,63 @@ Piece = tuple[Slot, int, int]
 
 
 class SlotTable:
-    """All slots. A prefix is copied if that saves computing at least `min_shared` ids."""
+    """All slots: `count` for each of `copies` of the model.
 
-    def __init__(self, count: int, min_shared: int) -> None:
-        self.slots = [Slot(i) for i in range(count)]
+    A prefix is copied if that saves computing at least `min_shared` ids. Each copy has `pages` of
+    `page_length` ids; None: slot i always has page i, for streams of any length.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        min_shared: int,
+        copies: int = 1,
+        pages: int | None = None,
+        page_length: int = 1,
+    ) -> None:
+        self.slots = [Slot(i, copy) for copy in range(copies) for i in range(count)]
         self.evictions = 0
         self._min_shared = min_shared
         self._turns = 0
+        self._page_length = page_length
+        self._free: list[list[int]] | None = None
+        if pages is not None:
+            self._free = [list(range(pages)) for _ in range(copies)]
+        else:
+            for slot in self.slots:
+                slot.pages = [slot.index]
 
     @property
     def busy(self) -> list[Slot]:
         """Slots with a job, oldest job first."""
         return sorted((s for s in self.slots if s.job is not None), key=lambda s: s.turn)
 
-    def admit(self, session: str, prompt: Sequence[int], job: Any) -> Slot | None:
-        """Assigns a slot, keeping the reusable prefix of `prompt`; None if all slots are busy.
+    @property
+    def free_pages(self) -> int:
+        """Pages that hold nothing."""
+        return sum(map(len, self._free or ()))
 
-        Prefers the session's own slot, then an empty one, then that of the session that has been
-        idle longest.
+    def admit(self, session: str, prompt: Sequence[int], job: Any, budget: int = 0) -> Slot | None:
+        """Assigns a slot and pages, keeping the reusable prefix of `prompt`.
+
+        Prefers the session's own slot, then one without eviction, then the copy of the model with
+        the fewest jobs, then the slot that has been idle longest. None if all slots are busy, or
+        running jobs leave too few pages for the prompt and `budget` more ids.
         """
         idle = [s for s in self.slots if s.job is None]
-        if not idle:
+        jobs = collections.Counter(s.copy for s in self.slots if s.job is not None)
+        needed = -(-(len(prompt) + budget) // self._page_length)
+        fitting, evicting = idle, lambda s: s.session is not None
+        if self._free is not None:
+            free = [len(pages) for pages in self._free]
+            held = collections.Counter(dict(enumerate(free)))
+            for slot in idle:
+                held[slot.copy] += len(slot.pages)
+            fitting = [s for s in idle if held[s.copy] >= needed]
+            evicting = lambda s: s.session is not None or free[s.copy] + len(s.pages) < needed
+        if not fitting:
             return None
-        slot = min(idle, key=lambda s: (s.session != session, s.session is not None, s.turn))
+        slot = min(fitting, key=lambda s: (s.session != session, evicting(s), jobs[s.copy], s.turn))
         if slot.session not in (None, session):
             self.evictions += 1
         self._turns += 1
@@ -89,14 +129,32 @@ class SlotTable:
         ids = list(prompt)
         slot.filled = min(slot.filled, common_prefix(slot.ids, ids), len(ids) - 1)
         slot.ids = ids
+        self._resize(slot, needed)
         self._follow(slot)
         return slot
+
+    def _resize(self, slot: Slot, count: int) -> None:
+        """Gives the slot `count` pages, if necessary those of the slots idle for longest."""
+        if self._free is None:
+            return
+        free = self._free[slot.copy]
+        free += slot.pages[count:]
+        del slot.pages[count:]
+        idle = (s for s in self.slots if s.copy == slot.copy and s.job is None)
+        by_age = iter(sorted(idle, key=lambda s: (s.session is not None, s.turn)))
+        while len(free) < count - len(slot.pages):
+            other = next(by_age)
+            self.evictions += other.session is not None and bool(other.pages)
+            other.session, other.filled = None, 0
+            self._resize(other, 0)
+        while len(slot.pages) < count:
+            slot.pages.append(free.pop())
 
     def _follow(self, slot: Slot) -> None:
         """Finds the slot that has, or is computing, the longest prefix of this slot's ids."""
         slot.leader, slot.shared = None, slot.filled + self._min_shared - 1
         for other in self.slots:
-            if other is slot:
+            if other is slot or other.copy != slot.copy:
                 continue
             # A longer common prefix must agree where the best one so far ends.
             at, ahead = slot.shared, other.filled if other.job is None else len(other.ids) - 1
@@ -132,8 +190,9 @@ class SlotTable:
         )
 
     def finish(self, slot: Slot) -> None:
-        """Ends the job; the cache is kept for the session's next request."""
+        """Ends the job; what is cached is kept for the session's next request."""
         slot.job = slot.leader = None
+        self._resize(slot, -(-slot.filled // self._page_length))
 
     def release(self, session: str) -> None:
         """Frees the session's slots; a running job continues."""
@@ -145,10 +204,12 @@ class SlotTable:
         """Invalidates the whole cache, for new weights."""
         for slot in self.slots:
             slot.filled = 0
+            if slot.job is None:
+                self._resize(slot, 0)
 
 
 def prefill_pieces(slots: Sequence[Slot], rows: int, chunk: int) -> list[Piece]:
-    """The next ids to prefill, in at most `rows` pieces of at most `chunk` ids."""
+    """The next ids of slots to prefill, in at most `rows` pieces of at most `chunk` ids."""
     pieces = (
         (slot, start, min(start + chunk, len(slot.ids) - 1))
         for slot in slots

@@ -135,7 +135,7 @@ def _open_model(
 ) -> Iterator[Agent]:
     """Runs a model in its own engine, which is closed on exit."""
     settings = dataclasses.replace(config.engine, slots=slots)
-    with open_engine(source, source.load(None), settings, config.engine_settings, length) as engine:
+    with open_engine(source, source.open(), settings, config.engine_settings, length) as engine:
         yield EngineAgent(engine, source.tokenizer, config.evaluate.seed)
 
 

@@ -59,22 +59,40 @@ def served_tasks(env: str, split: str, count: int) -> list[Task]:
     return select(env, row.items, count)
 
 
-def listed_tasks(files: Sequence[str], envs: Sequence[str], count: int | None = None) -> list[Task]:
-    """The first `count` tasks of each environment in the files, at least one of each."""
-    tasks = read_tasks(files)
-    stray = next((task for task in tasks if task.env not in envs), None)
-    if stray is not None:
-        raise ConfigError(
-            f"task {stray.item_id} belongs to environment {stray.env!r}, which is not in env.names "
-            f"({', '.join(envs)})"
-        )
-    chosen: list[Task] = []
-    for env in envs:
-        mine = [task for task in tasks if task.env == env]
-        if not mine:
-            raise ConfigError(f"{', '.join(files)}: no task of {env}; remove it from env.names")
-        chosen += mine[:count]
-    return chosen
+def playable_tasks(files: Sequence[str], env: EnvSettings) -> list[list[Task]]:
+    """The tasks of each file; raises for the first row that cannot be played.
+
+    Together the files have a task of every environment.
+    """
+    limits = {name: _item_count(name) for name in env.names if name not in env.urls}
+    found: list[list[Task]] = []
+    for file in files:
+        found.append(read_tasks(file))
+        for row, task in enumerate(found[-1]):
+            if task.env not in env.names:
+                raise ConfigError(
+                    f"{file} row {row}: task {task.item_id} belongs to environment {task.env!r}, "
+                    f"which is not in env.names ({', '.join(env.names)})"
+                )
+            limit = limits.get(task.env)
+            if limit is not None and task.item is not None and task.item >= limit:
+                raise ConfigError(
+                    f"{file} row {row}: {task.env} has no item {task.item}; its items are 0 to "
+                    f"{limit - 1}"
+                )
+    for name in env.names:
+        if all(task.env != name for tasks in found for task in tasks):
+            raise ConfigError(f"{', '.join(files)}: no task of {name}; remove it from env.names")
+    return found
+
+
+def _item_count(env: str) -> int | None:
+    """How many items the embedded environment has, if it can tell."""
+    try:
+        count = registry.load(env).item_count
+        return count and count()
+    except (registry.UnknownEnvironment, GameError) as error:
+        raise ConfigError(str(error)) from None
 
 
 def make_eval_set(
@@ -89,9 +107,12 @@ def make_eval_set(
 
     `own_items`: the servers in env.urls are known to have the items of `envs/`.
     """
-    if files:
-        return EvalSet(tuple(listed_tasks(files, env.names, count)), samples)
     tasks: list[Task] = []
+    if files:
+        listed = [task for each in playable_tasks(files, env) for task in each]
+        for name in env.names:
+            tasks += [task for task in listed if task.env == name][:count]
+        return EvalSet(tuple(tasks), samples)
     for name in env.names:
         source = served_tasks if name in env.urls and not own_items else split_tasks
         tasks += source(name, split, count)

@@ -146,6 +146,6 @@ def _summarize(outcomes: Sequence[Outcome], samples: int) -> Summary:
         score=average([sum(t.env_reward for t in task) / len(task) for task in by_task.values()]),
         pass_at={k: estimate for k, estimate in pass_at.items() if estimate is not None},
         turns=len(turns) / episodes,
-        invalid_action_rate=sum(not turn.valid for turn in turns) / max(1, len(turns)),
+        invalid_action_rate=sum(not turn.accepted for turn in turns) / max(1, len(turns)),
         response_length=sum(t.agent_tokens for t in played) / episodes,
     )

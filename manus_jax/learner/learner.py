@@ -6,6 +6,7 @@ processes, all of them call the same methods with the same batch.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 
 from manus_jax.algorithms.aggregation import token_weights
 from manus_jax.data_proto import DataProto
+from manus_jax.dispatch import starting
 from manus_jax.learner import objectives
 from manus_jax.learner.packing import PackedRows, RowShape
 from manus_jax.learner.update import (
@@ -28,6 +30,7 @@ from manus_jax.learner.update import (
     make_forward,
     make_update,
     put_batch,
+    put_shards,
     state_shardings,
 )
 
@@ -51,6 +54,11 @@ class LearnerSpec:
     forward_micro_batches: int
     aggregation: str = "token-mean"
     norm_constant: float | None = None
+    optimizer_on_host: bool = False
+
+
+# Implicit transfers between host and devices are errors: in a training step, they would be slow.
+_no_implicit_transfers = functools.partial(jax.transfer_guard, "disallow")
 
 
 class Learner:
@@ -58,8 +66,9 @@ class Learner:
 
     def __init__(self, params: Params, spec: LearnerSpec, mesh: Mesh) -> None:
         self.mesh, self.spec = mesh, spec
-        self.state = init_state(params, spec.optimizer, mesh)
-        self._update = make_update(spec.objective, spec.optimizer, mesh, spec.shapes)
+        on_host = spec.optimizer_on_host
+        self.state = init_state(params, spec.optimizer, mesh, on_host)
+        self._update = make_update(spec.objective, spec.optimizer, mesh, spec.shapes, on_host)
         self._forward = make_forward(spec.forward, mesh, spec.shapes)
         self._evaluate = make_evaluate(spec.objective, mesh, spec.shapes)
         self._capacity = {
@@ -69,7 +78,8 @@ class Learner:
 
     def abstract_state(self) -> TrainState:
         """Shapes and shardings of the state, for restoring a checkpoint."""
-        shardings = state_shardings(self.spec.shapes, self.spec.optimizer, self.mesh)
+        spec = self.spec
+        shardings = state_shardings(spec.shapes, spec.optimizer, self.mesh, spec.optimizer_on_host)
         return abstract_state(self.state, shardings)
 
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -81,7 +91,8 @@ class Learner:
         weighted = self._with_loss_weights(batch)
         rows = self._rows(weighted, "update")
         arrays = rows.arrays((*self.spec.columns, "loss_weights"))
-        self.state, sums = self._update(self.state, *put_batch(arrays, rows.used, self.mesh))
+        with starting(self.mesh), _no_implicit_transfers():
+            self.state, sums = self._update(self.state, *put_batch(arrays, rows.used, self.mesh))
         return lambda: {**objectives.token_means(sums), **rows.metrics()}
 
     def forward(
@@ -91,17 +102,20 @@ class Learner:
 
         If `reference` is given, its parameters are used instead of the learner's own.
         """
-        params = self.state.params if reference is None else reference.params()
         rows = self._rows(batch, "forward")
-        out = np.asarray(self._forward(params, *put_batch(rows.arrays(()), rows.used, self.mesh)))
-        values = np.where(np.asarray(batch.batch["loss_mask"]), rows.unpack(out), 0.0)
+        with starting(self.mesh), _no_implicit_transfers():
+            params = self.state.params if reference is None else reference.params()
+            out = self._forward(params, *put_batch(rows.arrays(()), rows.used, self.mesh))
+        unpacked = rows.unpack(jax.device_get(out))
+        values = np.where(np.asarray(batch.batch["loss_mask"]), unpacked, 0.0)
         return DataProto.from_dict({column: values.astype(np.float32)})
 
     def evaluate(self, batch: DataProto) -> dict[str, float]:
         """Sums of the objective's metrics over the trained tokens, without an update."""
         rows = self._rows(self._with_loss_weights(batch), "update")
         arrays = rows.arrays((*self.spec.columns, "loss_weights"))
-        sums = self._evaluate(self.state.params, *put_batch(arrays, rows.used, self.mesh))
+        with starting(self.mesh), _no_implicit_transfers():
+            sums = self._evaluate(self.state.params, *put_batch(arrays, rows.used, self.mesh))
         return {name: float(x) for name, x in jax.device_get(sums).items()}
 
     def _with_loss_weights(self, batch: DataProto) -> DataProto:
@@ -119,13 +133,14 @@ class Learner:
 
 
 class Reference:
-    """A frozen policy. With `on_host` it uses device memory only during a forward pass.
+    """A frozen policy in `dtype`. With `on_host` it uses device memory only in a forward pass.
 
     Each process then keeps the shards of its own devices in host memory.
     """
 
-    def __init__(self, params: Params, on_host: bool):
-        self._kept = jax.tree.map(_HostArray if on_host else jnp.copy, params)
+    def __init__(self, params: Params, on_host: bool, dtype: str = "float32"):
+        keep = _HostArray if on_host else jnp.copy
+        self._kept = jax.tree.map(lambda x: keep(x.astype(dtype)), params)
 
     def params(self) -> Params:
         return jax.tree.map(
@@ -142,6 +157,4 @@ class _HostArray:
         self._slices = {index: np.array(data) for index, data in shards.items()}
 
     def on_devices(self) -> jax.Array:
-        return jax.make_array_from_callback(
-            self._shape, self._sharding, lambda index: self._slices[str(index)]
-        )
+        return put_shards(self._shape, self._sharding, lambda index: self._slices[str(index)])

@@ -26,6 +26,8 @@ from manus_jax.models.attention import BATCH_AXES, KERNEL_BLOCK, Implementation
 # Ordered by communication, least first; the devices of the last axis are closest to each other.
 AXES = ("data", "fsdp", "sequence", "tensor")
 
+HOST_MEMORY = "pinned_host"
+
 # First match wins. Stacked layer parameters have a leading layer axis, which is never split.
 PARAM_RULES: tuple[tuple[str, P], ...] = (
     (r"(^|/)(embed|lm_head)$", P("tensor", ("fsdp", "sequence"))),
@@ -90,7 +92,11 @@ def _fill(sizes: dict[str, int], devices: Sequence[Any]) -> dict[str, int]:
     fixed = math.prod(v for v in sizes.values() if v != -1)
     if free:
         if len(devices) % fixed:
-            raise MeshError(f"mesh {text}: {len(devices)} devices are not divisible by {fixed}")
+            raise MeshError(
+                f"mesh {text}: {len(devices)} devices are not divisible by {fixed}; the sizes "
+                f"other than mesh.{free[0]} must have a product of "
+                f"{_largest_divisor(len(devices), fixed)} or another divisor of {len(devices)}"
+            )
         return {**sizes, free[0]: len(devices) // fixed}
     if fixed != len(devices):
         raise MeshError(
@@ -176,10 +182,21 @@ def _product(axes: Sequence[str], mesh: Mesh, block: int = 1) -> str:
 def _require_divides(
     what: str, size: int, axes: Sequence[str], mesh: Mesh, block: int = 1, remedy: str = ""
 ) -> None:
+    """Raises unless `size` is divisible; advises `remedy`, a setting, or else another mesh."""
     parts = block * _size(axes, mesh)
     if size % parts:
-        advice = f"; set {remedy} to a multiple of {parts}" if remedy else ""
-        raise MeshError(f"{what} not divisible by {_product(axes, mesh, block)}{advice}")
+        if remedy:
+            below, above = size // parts * parts, -(-size // parts) * parts
+            nearest = f"{below} or {above}" if below else f"{above}"
+            advice = f"set {remedy} = {nearest}"
+        else:
+            works = _largest_divisor(math.gcd(size, mesh.devices.size), parts)
+            advice = f"{' x '.join(f'mesh.{axis}' for axis in axes)} = {works} works"
+        raise MeshError(f"{what} not divisible by {_product(axes, mesh, block)}; {advice}")
+
+
+def _largest_divisor(number: int, at_most: int) -> int:
+    return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)
 
 
 def batch_shards(mesh: Mesh) -> int:

@@ -1,6 +1,7 @@
-"""AdamW with warm-up and a learning-rate schedule, composed from optax.
+"""AdamW or Adafactor with warm-up and a learning-rate schedule, composed from optax.
 
-Moments are float32 for every compute dtype. Weight decay does not apply to norms and biases.
+AdamW's first moment may be bfloat16. The second is always float32: with b2 = 0.999 its changes are
+smaller than bfloat16 can represent. Weight decay does not apply to norms and biases.
 """
 
 from typing import Any, Literal
@@ -8,6 +9,7 @@ from typing import Any, Literal
 import jax
 import optax
 
+from manus_jax.config.settings import OptimizerSettings
 from manus_jax.learner.mesh import path_name
 
 Schedule = Literal["constant", "cosine", "linear"]
@@ -41,16 +43,34 @@ def decayed(params: Any) -> Any:
     )
 
 
-def adamw(
-    lr: optax.Schedule,
-    weight_decay: float,
-    b1: float,
-    b2: float,
-    eps: float,
-    grad_clip: float,
-) -> optax.GradientTransformation:
-    """Gradient clipping by global norm, followed by AdamW."""
+def make_optimizer(lr: optax.Schedule, settings: OptimizerSettings) -> optax.GradientTransformation:
+    """Gradient clipping by global norm, followed by AdamW or Adafactor."""
     return optax.chain(
-        optax.clip_by_global_norm(grad_clip),
-        optax.adamw(lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decayed),
+        optax.clip_by_global_norm(settings.grad_clip), _OPTIMIZERS[settings.name](lr, settings)
     )
+
+
+def _adamw(lr: optax.Schedule, settings: OptimizerSettings) -> optax.GradientTransformation:
+    return optax.adamw(
+        lr,
+        b1=settings.b1,
+        b2=settings.b2,
+        eps=settings.eps,
+        # None is the type of the parameters.
+        mu_dtype=None if settings.moment_dtype == "float32" else settings.moment_dtype,
+        weight_decay=settings.weight_decay,
+        mask=decayed,
+    )
+
+
+def _adafactor(lr: optax.Schedule, settings: OptimizerSettings) -> optax.GradientTransformation:
+    """Adafactor without momentum; learning rate and weight decay mean the same as for AdamW."""
+    return optax.chain(
+        optax.scale_by_factored_rms(),
+        optax.clip_by_block_rms(1.0),
+        optax.add_decayed_weights(settings.weight_decay, decayed),
+        optax.scale_by_learning_rate(lr),
+    )
+
+
+_OPTIMIZERS = {"adamw": _adamw, "adafactor": _adafactor}

@@ -12,13 +12,14 @@ _COMPILE_TIMEOUT_S = 3600.0
 _numbers = itertools.count()
 
 
-def barrier(timeout_s: float) -> None:
-    """Returns when every process has called it. All processes call it in the same order.
+def barrier(timeout_s: float, name: str | None = None) -> None:
+    """Returns when every process has called it.
 
+    All processes call those without a name in the same order; one with a name is used once.
     Raises JaxRuntimeError, which names the missing processes, after `timeout_s`.
     """
     wait = multihost.get_barrier_sync_fn()
-    wait(key=f"manus_jax/{next(_numbers)}", timeout_ms=int(timeout_s * 1000))
+    wait(key=f"manus_jax/{name or next(_numbers)}", timeout_ms=int(timeout_s * 1000))
 
 
 def compile_on_all(step: Callable[..., R]) -> Callable[..., R]:

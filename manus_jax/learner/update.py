@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from manus_jax.errors import UserError
 from manus_jax.learner.mesh import (
+    HOST_MEMORY,
     batch_sharding,
     check_batch,
     optimizer_shardings,
@@ -33,6 +34,11 @@ Batch = dict[str, jax.Array]
 Objective = Callable[[Params, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 
 
+# The TPU compiler has no reduce-scatter for all chips of a slice and all-reduces gradients, which
+# sends twice as much. This setting passes parts of a gradient around a ring while computing others.
+_TPU_OPTIONS = {"xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd"}
+
+
 class TrainState(NamedTuple):
     """The state that an update changes. `skipped` counts updates that are not finite."""
 
@@ -43,13 +49,20 @@ class TrainState(NamedTuple):
 
 
 def state_shardings(
-    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh
+    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, on_host: bool = False
 ) -> TrainState:
-    """The sharding of each part of the state, from parameter shapes alone."""
+    """The sharding of each part of the state, from parameter shapes alone.
+
+    With `on_host`, the arrays of the optimizer are in pinned host memory between updates.
+    """
     opt_state = jax.eval_shape(optimizer.init, params)
+    placed = optimizer_shardings(opt_state, params, mesh)
+    if on_host:
+        to_host = lambda x, s: s.with_memory_kind(HOST_MEMORY) if x.ndim else s
+        placed = jax.tree.map(to_host, opt_state, placed)
     return TrainState(
         params=param_shardings(params, mesh),
-        opt_state=optimizer_shardings(opt_state, params, mesh),
+        opt_state=placed,
         step=replicated(mesh),
         skipped=replicated(mesh),
     )
@@ -62,13 +75,24 @@ def abstract_state(state: TrainState, shardings: TrainState) -> TrainState:
     )
 
 
-def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def init_state(
+    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, on_host: bool = False
+) -> TrainState:
     """The initial state; `params` are moved to their shardings and must not be used afterwards."""
-    shardings = state_shardings(params, optimizer, mesh)
+    shardings = state_shardings(params, optimizer, mesh, on_host)
     params = jax.device_put(params, shardings.params)
     opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
     zero = jnp.zeros((), jnp.int32, device=shardings.step)
     return TrainState(params, opt_state, zero, jnp.copy(zero))
+
+
+def put_shards(
+    shape: tuple[int, ...], sharding: Any, read: Callable[[tuple[slice, ...]], np.ndarray]
+) -> jax.Array:
+    """An array of which each process transfers the slices of its own devices, explicitly."""
+    places = sharding.addressable_devices_indices_map(shape)
+    shards = [jax.device_put(read(index), device) for device, index in places.items()]
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def put_batch(arrays: dict[str, np.ndarray], used: int, mesh: Mesh) -> tuple[Batch, jax.Array]:
@@ -81,7 +105,7 @@ def put_batch(arrays: dict[str, np.ndarray], used: int, mesh: Mesh) -> tuple[Bat
     sharding = batch_sharding(mesh)
     if jax.process_count() == 1:
         return jax.device_put((arrays, np.int32(used)), (sharding, replicated(mesh)))
-    place = lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index])
+    place = lambda x, s: put_shards(x.shape, s, lambda index: x[index])
     batch: Batch = {name: place(x, sharding) for name, x in arrays.items()}
     return batch, place(np.asarray(used, np.int32), replicated(mesh))
 
@@ -127,25 +151,29 @@ def make_update(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     params: Params,
+    on_host: bool = False,
 ) -> Callable[[TrainState, Batch, Any], tuple[TrainState, dict[str, jax.Array]]]:
     """Compiles `update(state, batch, used) -> (state, metrics)` for `params` of these shapes.
 
     The returned metrics are the objective's sums, plus `loss`, `grad_norm` and `update_skipped`.
+    With `on_host`, the optimizer's state comes to the devices for its step only.
     """
-    shardings = state_shardings(params, optimizer, mesh)
+    shardings = state_shardings(params, optimizer, mesh, on_host)
+    on_device = state_shardings(params, optimizer, mesh).opt_state
 
     def update(
         state: TrainState, batch: Batch, used: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         grads, loss, metrics = accumulate(objective, state.params, batch, used)
         norm = optax.tree.norm(grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        old = jax.device_put(state.opt_state, on_device) if on_host else state.opt_state
+        updates, opt_state = optimizer.update(grads, old, state.params)
         params = optax.apply_updates(state.params, updates)
         finite = jnp.isfinite(jnp.stack([norm, loss, optax.tree.norm(updates)])).all()
         keep = lambda new, old: jnp.where(finite, new, old)
         new = TrainState(
             params=jax.tree.map(keep, params, state.params),
-            opt_state=jax.tree.map(keep, opt_state, state.opt_state),
+            opt_state=jax.tree.map(keep, opt_state, old),
             step=state.step + 1,
             skipped=state.skipped + (1 - finite.astype(jnp.int32)),
         )
@@ -157,6 +185,7 @@ def make_update(
         in_shardings=(shardings, batch_sharding(mesh), replicated(mesh)),
         out_shardings=(shardings, replicated(mesh)),
         donate_argnums=0,
+        compiler_options=_TPU_OPTIONS if mesh.devices.flat[0].platform == "tpu" else None,
     )
     return compile_on_all(jitted)
 

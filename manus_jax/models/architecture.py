@@ -32,6 +32,9 @@ _SIZES = (
 )
 
 
+_LARGEST = 2**31 - 1
+
+
 class ModelError(UserError, ValueError):
     """A model cannot be used; the message gives the reason and, if there is one, the remedy."""
 
@@ -131,8 +134,8 @@ def from_hf_config(config: dict[str, Any], source: str = "config.json") -> Archi
         )
     _refuse_unsupported(config, family, source)
     try:
-        heads = int(config["num_attention_heads"])
-        hidden = int(config["hidden_size"])
+        heads = _whole(config["num_attention_heads"])
+        hidden = _whole(config["hidden_size"])
         rope = _rope_parameters(config)
         scaling = _rope_scaling(rope)
         # If config.json omits head_dim, Qwen3 uses a constant.
@@ -140,21 +143,21 @@ def from_hf_config(config: dict[str, Any], source: str = "config.json") -> Archi
         optional = lambda values, key, default: default if values.get(key) is None else values[key]
         return Architecture(
             family=family,
-            vocab_size=int(config["vocab_size"]),
+            vocab_size=_whole(config["vocab_size"]),
             hidden_size=hidden,
-            intermediate_size=int(config["intermediate_size"]),
-            num_layers=int(config["num_hidden_layers"]),
+            intermediate_size=_whole(config["intermediate_size"]),
+            num_layers=_whole(config["num_hidden_layers"]),
             num_heads=heads,
-            num_kv_heads=int(optional(config, "num_key_value_heads", heads)),
-            head_dim=int(optional(config, "head_dim", head_dim)),
-            rope_theta=float(optional(rope, "rope_theta", 10_000.0)),
+            num_kv_heads=_whole(optional(config, "num_key_value_heads", heads)),
+            head_dim=_whole(optional(config, "head_dim", head_dim)),
+            rope_theta=_real(optional(rope, "rope_theta", 10_000.0)),
             rope_scaling=scaling,
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            norm_eps=_real(config.get("rms_norm_eps", 1e-6)),
             qkv_bias=family == "qwen2",
             qk_norm=family == "qwen3",
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-            max_positions=int(config.get("max_position_embeddings", 32_768)),
-            initializer_range=float(config.get("initializer_range", 0.02)),
+            tie_embeddings=_flag(config.get("tie_word_embeddings", False)),
+            max_positions=_whole(config.get("max_position_embeddings", 32_768)),
+            initializer_range=_real(config.get("initializer_range", 0.02)),
         )
     except KeyError as error:
         raise ModelError(f"{source}: {error.args[0]!r} is missing") from None
@@ -164,11 +167,36 @@ def from_hf_config(config: dict[str, Any], source: str = "config.json") -> Archi
         raise ModelError(f"{source}: a value has the wrong type: {error}") from None
 
 
+def _whole(value: Any) -> int:
+    if type(value) is not int or value > _LARGEST:
+        raise TypeError(f"{value!r} is not a whole number up to {_LARGEST}")
+    return value
+
+
+def _real(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise TypeError(f"{value!r} is not true or false")
+    return value
+
+
 def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """RoPE settings from `rope_parameters` or from the older pair of keys."""
-    if config.get("rope_parameters"):
-        return dict(config["rope_parameters"])
-    return {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
+    """RoPE settings from `rope_parameters` or from the older pair of keys; both must agree."""
+    older = dict(config.get("rope_scaling") or {})
+    if "type" in older:
+        older.setdefault("rope_type", older.pop("type"))
+    if config.get("rope_theta") is not None:
+        older["rope_theta"] = config["rope_theta"]
+    rope = dict(config.get("rope_parameters") or older)
+    for key, value in older.items():
+        if rope.get(key, value) != value:
+            raise ModelError(f"{key} is {value!r}, and {rope[key]!r} in rope_parameters")
+    return rope
 
 
 def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
@@ -178,10 +206,10 @@ def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
     if kind != "llama3":
         raise ModelError(f"rope scaling {kind!r} is not supported (known: default, llama3)")
     return RopeScaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+        factor=_real(rope["factor"]),
+        low_freq_factor=_real(rope["low_freq_factor"]),
+        high_freq_factor=_real(rope["high_freq_factor"]),
+        original_max_position_embeddings=_whole(rope["original_max_position_embeddings"]),
     )
 
 
@@ -194,6 +222,9 @@ def _refuse_unsupported(config: dict[str, Any], family: str, source: str) -> Non
     for key, what in refused.items():
         if config.get(key):
             raise ModelError(f"{source}: {key} is set, but {what} is not supported")
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise ModelError(f"{source}: layer_types may only contain 'full_attention'")
     if config.get("attention_bias"):
         raise ModelError(f"{source}: attention_bias is set, but is not supported for {family}")
     if config.get("hidden_act", "silu") != "silu":

@@ -1,14 +1,17 @@
 """Hugging Face directories, read directly into sharded arrays and written back bit for bit.
 
 Each parameter is either one Hugging Face tensor or the stack of one tensor per layer, in the same
-layout. Loading therefore reads only each device's slice from the memory-mapped file, and saving
-slices the layers. Everything in a directory except the weights (config, tokenizer, generation
+layout. Loading therefore reads only each device's slice, and saving slices the layers; both handle
+one tensor at a time. Everything in a directory except the weights (config, tokenizer, generation
 settings, the type and file of each tensor) is kept in a `ModelCard`.
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
-import os
+import math
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +20,14 @@ import jax
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from manus_jax.files import (
     CHECKSUMS,
     DamagedError,
+    begin_directory,
+    end_directory,
     is_plain_name,
-    remove_leftovers,
-    sync_directory,
+    is_unfinished,
     verify_checksums,
     write_atomically,
     write_checksums,
@@ -37,12 +40,14 @@ from manus_jax.models.architecture import (
     read_json_object,
     to_hf_config,
 )
+from manus_jax.models.disk_params import DiskArray, aligned_empty, host_tensor
 from manus_jax.models.transformer import Params
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _CARD_FILE = "weights.json"
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_FILE_ORDER = ("F32", "BF16", "F16")
 _TYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _LAYER_NAMES = {
     "input_norm": "input_layernorm.weight",
@@ -139,7 +144,12 @@ def _check_weight_files(names: Iterable[Any], source: Path) -> None:
 
 
 def verify_model(directory: Path) -> None:
-    """Raises ModelError if a directory written here has changed; others have no checksums."""
+    """Raises ModelError if a directory written here has changed or is unfinished; others have no
+    checksums."""
+    if is_unfinished(directory, CHECKSUMS):
+        raise ModelError(
+            f"{directory} is unfinished: it is being written, or its writer was killed"
+        )
     if (directory / CHECKSUMS).exists():
         try:
             verify_checksums(directory)
@@ -147,6 +157,16 @@ def verify_model(directory: Path) -> None:
             raise ModelError(
                 f"{error}; if the change is intended, remove {directory / CHECKSUMS}"
             ) from None
+
+
+def is_complete(directory: Path) -> bool:
+    """Whether a model was written to the directory; ModelError if it has changed since."""
+    if is_unfinished(directory, CHECKSUMS) or not directory.exists():
+        return False
+    if not any(directory.iterdir()):
+        return False
+    verify_model(directory)
+    return True
 
 
 def new_card(arch: Architecture, side_files: Path | None, dtype: str = "float32") -> ModelCard:
@@ -172,25 +192,29 @@ def tensor_map(arch: Architecture) -> Iterator[tuple[str, tuple[str, ...], int |
 
 
 class _Reader:
-    """The tensors of a model directory, read in slices from memory-mapped files."""
+    """The tensors of a model directory, read in slices.
+
+    The library maps files into memory. A file is mapped anew for every tensor, because the pages of
+    all tensors read so far would otherwise stay in memory.
+    """
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.files: dict[str, str] = {}
         self.types: dict[str, str] = {}
-        self._slices: dict[str, Any] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         for file in self._weight_files():
             try:
-                handle = safe_open(directory / file, framework="numpy")
+                with safe_open(directory / file, framework="numpy") as handle:
+                    for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a dict)
+                        view = handle.get_slice(name)
+                        self.files[name] = file
+                        self.types[name], self._shapes[name] = view.get_dtype(), view.get_shape()
             except (SafetensorError, OSError) as error:
                 raise ModelError(
                     f"{directory / file} cannot be read as safetensors ({error}); "
                     "it may be truncated: copy or download it again"
                 ) from None
-            for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a dict)
-                self.files[name] = file
-                self._slices[name] = handle.get_slice(name)
-                self.types[name] = self._slices[name].get_dtype()
 
     def _weight_files(self) -> list[str]:
         index = self.directory / INDEX_FILE
@@ -211,10 +235,12 @@ class _Reader:
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slices[name].get_shape())
+        return tuple(self._shapes[name])
 
-    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        return self._slices[name][index] if index else self._slices[name][:]
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        with safe_open(self.directory / self.files[name], framework="numpy") as handle:
+            tensor = handle.get_slice(name)[index] if index else handle.get_tensor(name)
+        return _finite(tensor, name)
 
 
 def read_card(directory: Path) -> ModelCard:
@@ -259,40 +285,63 @@ def load_params(directory: Path, shardings: Any = None) -> tuple[Params, ModelCa
     `shardings` is a tree like the parameters; None places everything on the default device.
     """
     card, reader = _read_card(Path(directory))
-    stacks: dict[tuple[str, ...], list[str]] = {}
-    shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
-    for name, path, layer, shape in tensor_map(card.architecture):
-        stacks.setdefault(path, []).append(name)
-        shapes[path] = shape if layer is None else (len(stacks[path]), *shape)
     params: Params = {}
-    for path, names in stacks.items():
+    for path, (names, shape) in _stacks(card.architecture).items():
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         if shardings is not None:
             sharding = _get(shardings, path)
-        stacked = len(shapes[path]) > len(reader.shape(names[0]))
-        array = _read_sharded(reader, names, shapes[path], stacked, sharding)
+        read = functools.partial(_read_slice, reader, names, shape)
+        array = jax.make_array_from_callback(shape, sharding, read)
         # Wait before reading the next: pending transfers would keep several host copies alive.
         _set(params, path, jax.block_until_ready(array))
     return params, card
 
 
-def _read_sharded(
-    reader: _Reader, names: list[str], shape: tuple[int, ...], stacked: bool, sharding: Any
-) -> jax.Array:
-    def slice_of(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        if not stacked:
-            whole = np.asarray(reader.read(names[0], index)).astype(np.float32)
-            return _finite(whole, names[0])
-        layers = names[index[0]]
-        first = np.asarray(reader.read(layers[0], index[1:]))
-        out = np.empty((len(layers), *first.shape), np.float32)
-        for i, name in enumerate(layers):
-            out[i] = first if i == 0 else reader.read(name, index[1:])
-            _finite(out[i], name)
-        return out
+def open_params(directory: Path) -> tuple[Params, ModelCard]:
+    """The parameters as `DiskArray`s, in the types of the files."""
+    card, reader = _read_card(Path(directory))
+    params: Params = {}
+    for path, (names, shape) in _stacks(card.architecture).items():
+        _set(params, path, DiskArray(shape, functools.partial(_read_layer, reader, names, shape)))
+    return params, card
 
-    return jax.make_array_from_callback(shape, sharding, slice_of)
+
+def check_finite(directory: Path) -> None:
+    """Reads all tensors; raises ModelError if a value is not a finite number."""
+    card, reader = _read_card(Path(directory))
+    for name, *_ in tensor_map(card.architecture):
+        reader.read(name)
+
+
+def _stacks(arch: Architecture) -> dict[tuple[str, ...], tuple[list[str], tuple[int, ...]]]:
+    """The tensors that make each parameter, and its shape."""
+    stacks: dict[tuple[str, ...], tuple[list[str], tuple[int, ...]]] = {}
+    for name, path, layer, shape in tensor_map(arch):
+        names = [*stacks[path][0], name] if path in stacks else [name]
+        stacks[path] = names, shape if layer is None else (len(names), *shape)
+    return stacks
+
+
+def _read_layer(
+    reader: _Reader, names: list[str], shape: tuple[int, ...], layer: int | None
+) -> np.ndarray:
+    if layer is None and shape != reader.shape(names[0]):
+        return _read_slice(reader, names, shape, (slice(None),) * len(shape))
+    return reader.read(names[layer or 0])
+
+
+def _read_slice(
+    reader: _Reader, names: list[str], shape: tuple[int, ...], index: tuple[slice, ...]
+) -> np.ndarray:
+    """A slice of a parameter, float32."""
+    sizes = tuple(len(range(*i.indices(size))) for i, size in zip(index, shape, strict=True))
+    out = aligned_empty(sizes, np.float32)
+    if shape == reader.shape(names[0]):
+        out[...] = reader.read(names[0], index)
+        return out
+    for i, name in enumerate(names[index[0]]):
+        out[i] = reader.read(name, index[1:])
+    return out
 
 
 def _finite(tensor: np.ndarray, name: str) -> np.ndarray:
@@ -303,24 +352,23 @@ def _finite(tensor: np.ndarray, name: str) -> np.ndarray:
 
 
 def save_hf(params: Params, card: ModelCard, directory: Path) -> None:
-    """Writes a Hugging Face directory under a temporary name and renames it to `directory`."""
+    """Writes a Hugging Face directory, which is complete when its checksums exist."""
     directory = Path(directory)
     check_new(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(directory.parent, directory.name)
-    work = directory.with_name(f".{directory.name}.tmp-{os.getpid()}")
-    work.mkdir()
-    card.copy_side_files(work)
-    _write_weights(params, card, work)
-    write_checksums(work)
-    if directory.exists():
-        directory.rmdir()
-    work.rename(directory)
-    sync_directory(directory.parent)
+    begin_directory(directory)
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    card.copy_side_files(directory)
+    _write_weights(params, card, directory)
+    write_checksums(directory)
+    end_directory(directory)
 
 
 def check_new(directory: Path) -> None:
-    """Raises ModelError unless `directory` does not exist or is empty."""
+    """Raises ModelError unless `directory` does not exist, is empty or is unfinished."""
+    if is_unfinished(directory, CHECKSUMS):
+        return
     if directory.exists() and not directory.is_dir():
         raise ModelError(f"{directory} exists and is not a directory; choose another one")
     if directory.exists() and any(directory.iterdir()):
@@ -328,25 +376,54 @@ def check_new(directory: Path) -> None:
 
 
 def _write_weights(params: Params, card: ModelCard, directory: Path) -> None:
-    """Writes one file at a time, so that host memory holds the tensors of one file only."""
-    names: dict[str, list[tuple[str, tuple[str, ...], int | None]]] = {}
-    for name, path, layer, _ in tensor_map(card.architecture):
-        names.setdefault(card.tensor_files[name], []).append((name, path, layer))
+    """Writes every tensor to its place in its file, so that host memory holds one tensor."""
+    sources = {name: (path, layer) for name, path, layer, _ in tensor_map(card.architecture)}
+    shapes = {name: tuple(shape) for name, _, _, shape in tensor_map(card.architecture)}
     if card.architecture.tie_embeddings and _HEAD in card.tensor_files:
-        names[card.tensor_files[_HEAD]].append((_HEAD, ("backbone", "embed"), None))
+        sources[_HEAD], shapes[_HEAD] = (("backbone", "embed"), None), next(iter(shapes.values()))
+    members: dict[str, list[str]] = {}
+    for name in sources:
+        members.setdefault(card.tensor_files[name], []).append(name)
     total = 0
-    for file, members in names.items():
-        tensors = {}
-        for name, path, layer in members:
-            array = _get(params, path)
-            host = np.asarray(array if layer is None else array[layer])
-            host = host.astype(_DTYPES[card.tensor_types[name]], copy=False)
-            tensors[name] = np.ascontiguousarray(_finite(host, name))
-            total += tensors[name].nbytes
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-    if list(names) != [SINGLE_FILE]:
+    with contextlib.ExitStack() as stack:
+        files = {file: stack.enter_context((directory / file).open("wb")) for file in members}
+        places: dict[str, int] = {}
+        for file, names in members.items():
+            header, offsets = _header(names, card.tensor_types, shapes)
+            files[file].write(header)
+            places |= {name: len(header) + offset for name, offset in offsets.items()}
+        for name, (path, layer) in sources.items():
+            dtype = _DTYPES[card.tensor_types[name]]
+            tensor = _finite(host_tensor(_get(params, path), layer, dtype), name)
+            target = files[card.tensor_files[name]]
+            target.seek(places[name])
+            target.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+            total += tensor.nbytes
+    if list(members) != [SINGLE_FILE]:
         index = {"metadata": {"total_size": total}, "weight_map": card.tensor_files}
         _write_json(directory / INDEX_FILE, index)
+
+
+def _header(
+    names: list[str], types: dict[str, str], shapes: dict[str, tuple[int, ...]]
+) -> tuple[bytes, dict[str, int]]:
+    """The header of a safetensors file, and where each tensor begins after it.
+
+    The order is that of the safetensors library: wider types first, then by name.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for name in sorted(names, key=lambda name: (_FILE_ORDER.index(types[name]), name)):
+        offsets[name] = end
+        end += math.prod(shapes[name]) * np.dtype(_DTYPES[types[name]]).itemsize
+        entries[name] = {
+            "dtype": types[name],
+            "shape": list(shapes[name]),
+            "data_offsets": [offsets[name], end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return len(text).to_bytes(8, "little") + text, offsets
 
 
 def _get(tree: Any, path: tuple[str, ...]) -> Any:

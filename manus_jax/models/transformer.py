@@ -25,7 +25,7 @@ from manus_jax.models.attention import (
     attention,
     pick_implementation,
 )
-from manus_jax.models.vocabulary import embed_tokens
+from manus_jax.models.vocabulary import HIDDEN_AXES, embed_tokens
 
 Params = dict[str, Any]
 Products = Callable[..., Sequence[jax.Array]]
@@ -64,10 +64,17 @@ def make_compute(dtype: str, remat: str, attention: str, mesh: Mesh) -> Compute:
 
 
 # What is saved per layer for the backward pass. "full" saves only the layer's input and recomputes
-# the layer; "attention" also saves the inputs and the output of attention; "minimal" saves the
-# result of every matrix product; "none" saves everything.
+# the layer; "offload" does the same, with the inputs in host memory; "attention" also saves the
+# inputs and the output of attention; "minimal" saves the result of every matrix product; "none"
+# saves everything.
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "full": jax.checkpoint_policies.nothing_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["layer_input"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
     "attention": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attention"),
     "minimal": jax.checkpoint_policies.save_only_these_names(
         "q", "k", "v", "attention", "attention_out", "gate", "up", "mlp_out"
@@ -120,7 +127,9 @@ class Backbone(nnx.Module):
             return attention(q, k, v, segment_ids, kernel)
 
         def layer(x: jax.Array, params: Params) -> tuple[jax.Array, None]:
-            x = block(params, self._constrain(x), rope, attend, self.arch, products)
+            x = checkpoint_name(self._constrain(x), "layer_input")
+            params = gather_matrices(params, kernel.mesh)
+            x = block(params, x, rope, attend, self.arch, products)
             return x, None
 
         policy = REMAT_POLICIES[self.compute.remat]
@@ -177,6 +186,44 @@ class Critic(nnx.Module):
         )
         return jnp.pad(values[:, :-1], ((0, 0), (1, 0)))
 
+
+def gather_matrices(params: Params, mesh: Mesh | None) -> Params:
+    """The parameters of a layer with all hidden columns on each device; gradients are scattered.
+
+    Each matrix is then gathered once per pass. Otherwise XLA gathers some of them for every use.
+    """
+    if mesh is None or all(mesh.shape[axis] == 1 for axis in HIDDEN_AXES):
+        return params
+
+    def gather(name: str, x: jax.Array) -> jax.Array:
+        if not name.endswith("_proj"):
+            return x
+        stored, used = PartitionSpec("tensor", HIDDEN_AXES), PartitionSpec("tensor", None)
+        if name in ("o_proj", "down_proj"):
+            stored, used = PartitionSpec(HIDDEN_AXES, "tensor"), PartitionSpec(None, "tensor")
+        return _gather(x, NamedSharding(mesh, stored), NamedSharding(mesh, used))
+
+    return {name: gather(name, x) for name, x in params.items()}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(weight: jax.Array, stored: NamedSharding, used: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(weight, used)
+
+
+def _gather_forward(
+    weight: jax.Array, stored: NamedSharding, used: NamedSharding
+) -> tuple[jax.Array, None]:
+    return _gather(weight, stored, used), None
+
+
+def _gather_backward(
+    stored: NamedSharding, used: NamedSharding, _: None, d_weight: jax.Array
+) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(d_weight, stored),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
 
 _TERMS_PER_SUM = 256
 
@@ -244,10 +291,12 @@ def block(
     attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     arch: Architecture,
     products: Products = separate,
+    total: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> jax.Array:
     """One decoder layer on `x` [rows, length, hidden]; `attend` receives rotated q, k and v.
 
     `products` multiplies one input with several weights: `separate`, or a faster equivalent.
+    `total` adds the outputs of devices that each have a part of the heads and MLP columns.
     """
     h = rms_norm(x, params["input_norm"], arch.norm_eps)
     projected = products(h, params["q_proj"], params["k_proj"], params["v_proj"])
@@ -260,12 +309,12 @@ def block(
         k = rms_norm(k, params["k_norm"], arch.norm_eps)
     attended = attend(rotate(q, rope), rotate(k, rope), v)
     (out,) = products(attended.reshape(*x.shape[:-1], -1), params["o_proj"])
-    x = x + checkpoint_name(out, "attention_out")
+    x = x + checkpoint_name(total(out), "attention_out")
     h = rms_norm(x, params["post_norm"], arch.norm_eps)
     gate, up = products(h, params["gate_proj"], params["up_proj"])
     gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
     (out,) = products(jax.nn.silu(gate) * up, params["down_proj"])
-    return x + checkpoint_name(out, "mlp_out")
+    return x + checkpoint_name(total(out), "mlp_out")
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -5,9 +5,13 @@ Both are large [vocab, hidden] matrices, with the vocabulary sharded over "tenso
 head's gradient once per chunk of positions. Under `shard_map`, the embedding lookup instead
 exchanges tokens rather than the matrix, and the head is gathered once per micro-batch in the
 compute type, with one reduce-scatter of its gradient in float32.
+
+The TPU compiler has no reduce-scatter for all chips of a slice: it all-reduces and discards all but
+one part, which sends twice as much. On TPUs the parts are therefore passed around a ring.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +23,8 @@ from manus_jax.models.log_probs import token_log_probs
 HIDDEN_AXES = ("fsdp", "sequence")
 MATRIX = PartitionSpec("tensor", HIDDEN_AXES)
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
+Scatter = Callable[[jax.Array], jax.Array]
+_TILE = 128  # the TPU copies arrays that are cut elsewhere
 
 
 def embed_tokens(
@@ -70,11 +76,12 @@ def sharded_log_probs(
         token_axes=(*BATCH_AXES, "sequence"),
         vocab_axis="tensor" if mesh.shape["tensor"] > 1 else None,
     )
+    scatter = ring_scatter if mesh.devices.flat[0].platform == "tpu" else _psum_scatter
 
     def run(
         hidden: jax.Array, head: jax.Array, input_ids: jax.Array, mask: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        whole = _gather_head(head, str(hidden.dtype))
+        whole = _gather_head(head, str(hidden.dtype), scatter)
         if mesh.shape["sequence"] == 1:
             return log_probs_of(hidden, whole, input_ids, mask)
         longer = _prepend_neighbour(hidden, input_ids, mask, mesh.shape["sequence"])
@@ -90,8 +97,8 @@ def sharded_log_probs(
     )(hidden, head, input_ids, mask)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather_head(head: jax.Array, dtype: str) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather_head(head: jax.Array, dtype: str, scatter: Scatter) -> jax.Array:
     """Gathers the head [vocab, hidden] from [vocab, hidden / parts], rounded to `dtype`.
 
     The result has the parameter type, so that its gradient does too; XLA removes the double cast.
@@ -100,15 +107,48 @@ def _gather_head(head: jax.Array, dtype: str) -> jax.Array:
     return jax.lax.all_gather(part, HIDDEN_AXES, axis=1, tiled=True).astype(head.dtype)
 
 
-def _gather_head_forward(head: jax.Array, dtype: str) -> tuple[jax.Array, None]:
-    return _gather_head(head, dtype), None
+def _gather_head_forward(head: jax.Array, dtype: str, scatter: Scatter) -> tuple[jax.Array, None]:
+    return _gather_head(head, dtype, scatter), None
 
 
-def _gather_head_backward(dtype: str, _: None, d_whole: jax.Array) -> tuple[jax.Array]:
-    return (jax.lax.psum_scatter(d_whole, HIDDEN_AXES, scatter_dimension=1, tiled=True),)
+def _gather_head_backward(
+    dtype: str, scatter: Scatter, _: None, d_whole: jax.Array
+) -> tuple[jax.Array]:
+    return (scatter(d_whole),)
 
 
 _gather_head.defvjp(_gather_head_forward, _gather_head_backward)
+
+
+def _psum_scatter(x: jax.Array) -> jax.Array:
+    """The sum of `x` [vocab, hidden] over the devices, each with its part of the hidden columns."""
+    return jax.lax.psum_scatter(x, HIDDEN_AXES, scatter_dimension=1, tiled=True)
+
+
+def ring_scatter(x: jax.Array) -> jax.Array:
+    """`_psum_scatter` by sending sums of parts to neighbours, half of the rows in each direction.
+
+    A part starts at the device after its owner, and every device that it passes adds its own.
+    """
+    devices = jax.lax.axis_size(HIDDEN_AXES)
+    here, width = jax.lax.axis_index(HIDDEN_AXES), x.shape[1] // devices
+    middle = x.shape[0] // 2 // _TILE * _TILE
+    halves = ((x[:middle], 1), (x[middle:], -1))
+
+    def part(rows: jax.Array, owner: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(rows, owner % devices * width, width, axis=1)
+
+    def pass_on(step: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+        return [
+            part(rows, here - direction * (step + 1))
+            + jax.lax.ppermute(
+                total, HIDDEN_AXES, [(i, (i + direction) % devices) for i in range(devices)]
+            )
+            for total, (rows, direction) in zip(sums, halves, strict=True)
+        ]
+
+    first = [part(rows, here - direction) for rows, direction in halves]
+    return jnp.concatenate(jax.lax.fori_loop(1, devices, pass_on, first))
 
 
 def _prepend_neighbour(

@@ -1,4 +1,4 @@
-"""Lowers and compiles the update that training runs, for devices that are not present."""
+"""Lowers and compiles the programs that training runs, for devices that are not present."""
 
 import dataclasses
 import re
@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from manus_jax.config.binding import ConfigError
 from manus_jax.learner.learner import LearnerSpec
-from manus_jax.learner.mesh import batch_sharding, replicated
+from manus_jax.learner.mesh import HOST_MEMORY, batch_sharding, replicated
 from manus_jax.learner.update import TrainState, make_update, state_shardings
 from manus_jax.planning.chips import GIB
 
@@ -30,24 +30,33 @@ class DoesNotFit(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class StateBytes:
-    """Bytes of state and batch on one device, from their shardings."""
+    """Bytes of state and batch on one device, from their shardings.
+
+    `optimizer_on_host` is the part of the optimizer's state that is in host memory between updates.
+    """
 
     parameters: int
     optimizer: int
     batch: int
+    optimizer_on_host: int = 0
 
 
-def abstract_arguments(spec: LearnerSpec, mesh: Mesh) -> tuple[TrainState, dict[str, Any], Any]:
-    """Shapes and shardings of the arguments of `update(state, batch, used)`."""
+def abstract_arguments(
+    spec: LearnerSpec, mesh: Mesh, micro_batches: int | None = None
+) -> tuple[TrainState, dict[str, Any], Any]:
+    """Shapes and shardings of the arguments of `update(state, batch, used)`.
+
+    `micro_batches` are those of an update, if not given.
+    """
     counter = jax.ShapeDtypeStruct((), jnp.int32)
     opt_state = jax.eval_shape(spec.optimizer.init, spec.shapes)
     state = TrainState(spec.shapes, opt_state, counter, counter)
     placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-    shardings = state_shardings(spec.shapes, spec.optimizer, mesh)
+    shardings = state_shardings(spec.shapes, spec.optimizer, mesh, spec.optimizer_on_host)
     types = {name: jnp.int32 for name in ("input_ids", "segment_ids", "positions")}
     types |= {"loss_mask": jnp.bool_, "loss_weights": jnp.float32}
     types |= {name: jnp.float32 for name in spec.columns}
-    shape = (spec.update_micro_batches, spec.row_shape.rows, spec.row_shape.length)
+    shape = (micro_batches or spec.update_micro_batches, spec.row_shape.rows, spec.row_shape.length)
     rows = batch_sharding(mesh)
     batch = {name: jax.ShapeDtypeStruct(shape, t, sharding=rows) for name, t in types.items()}
     used = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
@@ -56,25 +65,34 @@ def abstract_arguments(spec: LearnerSpec, mesh: Mesh) -> tuple[TrainState, dict[
 
 def state_bytes(spec: LearnerSpec, mesh: Mesh) -> StateBytes:
     state, batch, _ = abstract_arguments(spec, mesh)
-    return StateBytes(*(_per_device(tree) for tree in (state.params, state.opt_state, batch)))
+    return StateBytes(
+        parameters=_per_device(state.params),
+        optimizer=_per_device(state.opt_state),
+        batch=_per_device(batch),
+        optimizer_on_host=_per_device(state.opt_state, on_host=True),
+    )
 
 
-def _per_device(tree: Any) -> int:
+def _per_device(tree: Any, on_host: bool = False) -> int:
+    """Bytes of one device's shards that are in its own memory, or in that of its host."""
     return sum(
         int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
         for x in jax.tree.leaves(tree)
+        if (x.sharding.memory_kind == HOST_MEMORY) == on_host
     )
 
 
 def lower_update(spec: LearnerSpec, mesh: Mesh, platform: str | None = None) -> jax.stages.Lowered:
     """The update of training, lowered for the devices of the mesh or for another `platform`."""
-    update: Any = make_update(spec.objective, spec.optimizer, mesh, spec.shapes)
+    update: Any = make_update(
+        spec.objective, spec.optimizer, mesh, spec.shapes, spec.optimizer_on_host
+    )
     traced = update.trace(*abstract_arguments(spec, mesh))
     return traced.lower(lowering_platforms=(platform,)) if platform else traced.lower()
 
 
-def compile_update(lowered: jax.stages.Lowered) -> tuple[Any, str]:
-    """Memory statistics and HLO text of the compiled update; may raise `DoesNotFit`."""
+def compile_program(lowered: jax.stages.Lowered) -> tuple[Any, str]:
+    """Memory statistics and HLO text of a compiled program; may raise `DoesNotFit`."""
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:

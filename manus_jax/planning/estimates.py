@@ -1,8 +1,7 @@
 """FLOPs, memory and communication of an update, from the sizes of model, batch and mesh.
 
 FLOPs are exact counts of the matrix products in models/transformer.py and of the attention kernels.
-Memory and communication are what the update needs at least: compilers allocate more, so a compiled
-plan uses the compiler's figures.
+Memory and communication are estimates; a compiled plan uses the compiler's figures.
 """
 
 import dataclasses
@@ -12,9 +11,13 @@ from collections.abc import Mapping
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.log_probs import chunk_size
 
+COMPILED_TO_ESTIMATED = (0.85, 1.2)
+"""The range of compiled over estimated temporaries, in the plans of docs/planning.md."""
+
 # The products that the backward pass computes again, by remat policy (models/transformer.py).
 _RECOMPUTED = {
     "full": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"),
+    "offload": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"),
     "attention": ("o_proj", "gate_proj", "up_proj"),
     "minimal": (),
     "none": (),
@@ -55,6 +58,10 @@ class Workload:
     def parameter_shards(self) -> int:
         """The number of chips that a layer is gathered from."""
         return self.shards["fsdp"] * self.shards["sequence"]
+
+    @property
+    def recomputes_attention(self) -> bool:
+        return "q_proj" in _RECOMPUTED[self.remat]
 
     @property
     def chip_tokens(self) -> float:
@@ -108,7 +115,7 @@ def executed_flops(w: Workload) -> float:
     again = sum(_matrices(w.arch)[name] for name in _RECOMPUTED[w.remat])
     layers = w.arch.num_layers * (6.0 * w.layer_parameters + 2.0 * again) * w.tokens
     head = 8.0 * w.head_parameters / w.tensor * w.micro_batches * w.chunks * w.chunk
-    kernels = (2 + 7 + (2 if w.remat == "full" else 0)) / 2
+    kernels = (2 + 7 + (2 if w.recomputes_attention else 0)) / 2
     return (layers + kernels * attention_flops(w)) / w.chips + head
 
 
@@ -118,46 +125,79 @@ def saved_per_token(w: Workload) -> float:
     attention = d + 2 * (a.num_heads + a.num_kv_heads) * a.head_dim / w.tensor
     minimal = attention + 2 * a.intermediate_size / w.tensor + 2 * d
     # Without remat: also norms in float32, rotated queries and keys, the gated product.
-    numbers = {"full": d, "attention": attention, "minimal": minimal, "none": 2 * minimal + 4 * d}
+    numbers = {
+        "full": d,
+        "offload": 0.0,  # in host memory
+        "attention": attention,
+        "minimal": minimal,
+        "none": 2 * minimal + 4 * d,
+    }
     return numbers[w.remat] * w.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of temporaries on one chip.
+    """Bytes of temporaries on one chip, besides the accumulated gradients.
 
-    `copies` are the parameters in the compute type and their gradients, `layer` and `head` the
-    arrays in use while one layer or the LM head is computed.
+    `copies` are the parameters in the compute type and their gradients, `layer` the arrays in use
+    while one layer is computed, `head` and `embedding` those of the vocabulary matrices. The step
+    of the optimizer comes afterwards and needs `optimizer`.
     """
 
     copies: float
     activations: float
     layer: float
     head: float
+    embedding: float
+    optimizer: float
 
     @property
     def total(self) -> float:
-        return self.copies + self.activations + self.layer + self.head
+        passes = self.copies + self.activations + self.layer + self.head + self.embedding
+        return max(passes, self.optimizer)
 
 
-def estimate_temporaries(w: Workload) -> MemoryEstimate:
-    """What an update needs at least; compilers took up to 1.7 times as much."""
-    a, tokens = w.arch, w.chip_tokens
-    layer = w.layer_parameters / w.tensor
-    heads = (a.num_heads + a.num_kv_heads) * a.head_dim / w.tensor
-    mlp = a.intermediate_size / w.tensor
-    # The arrays of a layer and their gradients, its norms in float32, its gathered weights, those
-    # of the next layer, and the weight gradients before they are scattered.
-    live = tokens * 2 * (2 * heads + 3 * mlp + 2 * a.hidden_size) * w.itemsize
-    live += tokens * 3 * a.hidden_size * 4 + 3 * layer * w.itemsize
-    logits = 3 * w.chunk * a.vocab_size / w.tensor * 4
-    head = w.head_parameters / w.tensor * (w.itemsize + 4) + 2 * tokens * a.hidden_size * 4
+def estimate_temporaries(w: Workload, platform: str) -> MemoryEstimate:
+    """The temporaries of an update; see `COMPILED_TO_ESTIMATED`."""
+    a, tokens, tpu = w.arch, w.chip_tokens, platform == "tpu"
+    layer, vocabulary = w.layer_parameters / w.tensor, a.vocab_size * a.hidden_size / w.tensor
+    tied = w.has_lm_head and a.tie_embeddings
+    matrices = a.num_layers * layer + vocabulary * (2 if w.has_lm_head and not tied else 1)
     return MemoryEstimate(
         copies=2 * a.num_layers * layer / w.parameter_shards * w.itemsize,
         activations=a.num_layers * saved_per_token(w) * tokens,
-        layer=live,
-        head=head + logits if w.has_lm_head else 0.0,
+        # Also the gathered weights of this and the next layer, and the weight gradients before
+        # they are scattered.
+        layer=2 * _layer_arrays(w, 4 if tpu else w.itemsize) + 3 * layer * w.itemsize,
+        head=_head_arrays(w) + 4 * vocabulary if w.has_lm_head else 0.0,
+        # The TPU compiler sums the gradient of the whole embedding.
+        embedding=4 * vocabulary if tpu and not tied else 0.0,
+        # The clipped gradients, and the changes in the layout of the parameters.
+        optimizer=4 * matrices / w.parameter_shards * (2 if w.parameter_shards > 1 else 1),
     )
+
+
+def estimate_forward(w: Workload, platform: str) -> float:
+    """Bytes of the temporaries of a forward pass."""
+    layer = w.layer_parameters / w.tensor
+    weights = (w.arch.num_layers / w.parameter_shards + 2) * layer * w.itemsize
+    arrays = _layer_arrays(w, 4 if platform == "tpu" else w.itemsize)
+    return weights + arrays + (_head_arrays(w) if w.has_lm_head else 0.0)
+
+
+def _layer_arrays(w: Workload, itemsize: int) -> float:
+    """Bytes of the arrays of a layer in use at a time; the TPU compiler keeps them in float32."""
+    a = w.arch
+    heads = (a.num_heads + a.num_kv_heads) * a.head_dim / w.tensor
+    wide = 2 * heads + 3 * a.intermediate_size / w.tensor + 2 * a.hidden_size
+    return w.chip_tokens * (wide * itemsize + 1.5 * a.hidden_size * 4)
+
+
+def _head_arrays(w: Workload) -> float:
+    """Bytes of the gathered LM head, the logits of a chunk, and the hidden states in float32."""
+    weights = w.head_parameters / w.tensor * w.itemsize
+    logits = 3 * w.chunk * w.arch.vocab_size / w.tensor * 4
+    return weights + logits + 2 * w.chip_tokens * w.arch.hidden_size * 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +231,7 @@ def estimate_exchanges(w: Workload) -> list[Exchange]:
         summed = n * 2 * gradients / f * ring(d)
         out.append(Exchange("all-reduce", ("data",), n * (layers + 1), summed))
     if t > 1:
-        times = n * layers * (4 + (2 if w.remat == "full" else 1))
+        times = n * layers * (4 + (2 if w.recomputes_attention else 1))
         each = 2 * w.chip_tokens * a.hidden_size * w.itemsize * ring(t)
         out.append(Exchange("all-reduce", ("tensor",), times, times * each))
     if s > 1:

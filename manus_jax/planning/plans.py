@@ -1,6 +1,6 @@
-"""Plans a configuration for a topology: does each update fit, what does it cost, how long is it.
+"""Plans a configuration for a topology: does a step fit, what does it cost, how long is it.
 
-The updates are specified, sharded and lowered by the functions that training calls. Memory and
+The programs are specified, sharded and lowered by the functions that training calls. Memory and
 collectives come from the compiled program where a compiler for the chips is installed, and from
 `estimates` elsewhere. FLOPs are always counted from the architecture and the batch.
 """
@@ -23,15 +23,22 @@ from manus_jax.planning.collectives import BETWEEN_SLICES, find_collectives
 from manus_jax.planning.compiling import (
     DoesNotFit,
     StateBytes,
-    compile_update,
+    compile_program,
     lower_update,
     new_outputs,
     peak_bytes,
     state_bytes,
 )
 from manus_jax.planning.estimates import Workload
+from manus_jax.planning.programs import (
+    ENGINE,
+    ProgramPlan,
+    host_memory,
+    plan_engine,
+    plan_programs,
+)
 from manus_jax.planning.topologies import Topology
-from manus_jax.rollout.build_rollout import ENGINES, embedded_bytes
+from manus_jax.rollout.build_rollout import ENGINES, embedded_decoder
 from manus_jax.training.learner_specs import critic_spec, make_recipe, policy_spec
 
 # Assumed shares of peak FLOP/s and of link bandwidth.
@@ -54,7 +61,7 @@ class UpdatePlan:
     """The update of one model. Figures are per chip, except `model_flops` (the whole update).
 
     `resident` is other memory in use during the update, by name. `temporaries` is None if the
-    compiler refused the program without a breakdown.
+    compiler refused the program without a breakdown; `estimated` is what they were estimated to be.
     """
 
     name: str
@@ -62,6 +69,7 @@ class UpdatePlan:
     workload: Workload
     state: StateBytes
     temporaries: float | None
+    estimated: float
     code: float
     peak: float
     resident: dict[str, float]
@@ -116,10 +124,17 @@ class Plan:
     mesh: dict[str, int]
     updates: tuple[UpdatePlan, ...]
     updates_per_step: int
+    programs: tuple[ProgramPlan, ...]
+    host: dict[str, float]
+
+    @property
+    def largest(self) -> ProgramPlan:
+        """The program, or update, during which a chip holds most."""
+        return max(self.programs, key=lambda p: p.needed)
 
     @property
     def fits(self) -> bool:
-        return all(u.fits for u in self.updates)
+        return self.largest.needed <= self.topology.usable
 
 
 def plan_mesh(config: TrainConfig, topology: Topology) -> Mesh:
@@ -160,7 +175,7 @@ def _mini_batch(config: TrainConfig) -> int:
 def make_plan(
     config: TrainConfig, arch: Architecture, topology: Topology, trained: float = 0.3
 ) -> Plan:
-    """Plans the update of the policy, and of the critic if the recipe has one."""
+    """Plans the updates and, if they fit, the other programs of a step."""
     recipe, engine = make_recipe(config.algorithm), ENGINES[config.engine.name].engine
     config = for_platform(config, topology)
     mesh = plan_mesh(config, topology)
@@ -168,27 +183,37 @@ def make_plan(
     if recipe.needs_critic:
         models["critic"] = critic_spec(config, arch, mesh)
     states = {name: state_bytes(spec, mesh) for name, spec in models.items()}
-    shared: dict[str, float] = {}
-    if recipe.needs_reference and config.algorithm.reference != "host":
-        shared["reference policy"] = states["policy"].parameters
+    residents: dict[str, float] = {}
+    on_host: dict[str, float] = {}
+    for name, state in states.items():
+        residents[f"{name} parameters"] = state.parameters
+        residents[f"{name} optimizer"] = state.optimizer
+        on_host[f"{name} optimizer"] = state.optimizer_on_host
+    if recipe.needs_reference:
+        half = 2 if config.algorithm.reference_dtype == "bfloat16" else 1
+        keeper = on_host if config.algorithm.reference == "host" else residents
+        keeper["reference policy"] = states["policy"].parameters / half
+    decoder = None
     if engine.on_learner_device:
         length = config.rollout.max_total_tokens
-        shared["embedded engine (first chip)"] = embedded_bytes(config.engine, arch, length)
-    updates = []
+        decoder = embedded_decoder(config.engine, arch, length, mesh, topology.platform)
+        residents[ENGINE] = float(decoder.layout.device_bytes)
+    updates, planned = [], {}
     for name, spec in models.items():
-        others = {
-            f"{other} and its optimizer": float(s.parameters + s.optimizer)
-            for other, s in states.items()
-            if other != name
-        }
+        others = {n: size for n, size in residents.items() if not n.startswith(f"{name} ")}
         w = workload_of(config, arch, mesh, name == "policy", trained)
         platform = None if topology.compiles else topology.platform
         lowered = lower_update(spec, mesh, platform)
-        updates.append(
-            _plan_update(name, w, states[name], {**others, **shared}, lowered, mesh, topology)
-        )
+        updates.append(_plan_update(name, w, states[name], others, lowered, mesh, topology))
+        planned[name] = (spec, w, states[name])
+    programs = tuple(ProgramPlan(f"{u.name} update", u.peak, u.resident) for u in updates)
+    if all(u.fits for u in updates):
+        programs += plan_programs(planned, residents, recipe.needs_reference, mesh, topology)
+        if decoder is not None:
+            programs += plan_engine(decoder, residents, topology)
     steps = config.algorithm.ppo_epochs * -(-config.train.batch_size // _mini_batch(config))
-    return Plan(topology, arch, dict(mesh.shape), tuple(updates), steps)
+    host = host_memory(arch.num_params, on_host, topology)
+    return Plan(topology, arch, dict(mesh.shape), tuple(updates), steps, programs, host)
 
 
 def for_platform(config: TrainConfig, topology: Topology) -> TrainConfig:
@@ -208,13 +233,15 @@ def _plan_update(
     mesh: Mesh,
     topology: Topology,
 ) -> UpdatePlan:
-    guess = estimates.estimate_temporaries(w).total
+    guess = estimates.estimate_temporaries(w, topology.platform).total
     temporaries: float | None = guess
-    peak, code = 2 * state.parameters + state.optimizer + state.batch + guess, 0
+    # A state on the host comes to the chip when the activations are gone.
+    largest = max(guess, state.optimizer_on_host)
+    peak, code = 2 * state.parameters + state.optimizer + state.batch + largest, 0
     traffic = _estimated_traffic(w, mesh, topology)
     if topology.compiles:
         try:
-            stats, text = compile_update(lowered)
+            stats, text = compile_program(lowered)
             peak, code = float(peak_bytes(stats)), stats.generated_code_size_in_bytes
             kept = stats.temp_size_in_bytes + new_outputs(stats)
             temporaries = max(0.0, kept - state.parameters)  # the others are gradients
@@ -227,10 +254,11 @@ def _plan_update(
         workload=w,
         state=state,
         temporaries=temporaries,
+        estimated=guess,
         code=float(code),
         peak=peak,
         resident=resident,
-        usable=topology.chip.usable,
+        usable=topology.usable,
         peak_flops=topology.chip.flops,
         traffic=traffic,
         kernels=_kernels(lowered.as_text()),

@@ -56,7 +56,7 @@ def nearest_that_fits(
     candidates = [
         c
         for c in _candidates(for_platform(config, topology), arch, topology, trained, plan)
-        if c.needed <= (1 - _FREE) * topology.chip.usable
+        if c.needed <= (1 - _FREE) * topology.usable
     ]
     candidates.sort(key=lambda c: (len(c.lines), c.seconds))
     for candidate in candidates[:_MAX_PLANS]:
@@ -71,7 +71,7 @@ def _candidates(
     config: TrainConfig, arch: Architecture, topology: Topology, trained: float, plan: Plan
 ) -> Iterator[_Candidate]:
     fullest = max(plan.updates, key=lambda u: u.needed)
-    guess = estimates.estimate_temporaries(fullest.workload).total
+    guess = estimates.estimate_temporaries(fullest.workload, topology.platform).total
     scale = max(1.0, (fullest.peak - fullest.fixed) / guess)
     chip, recipe = topology.chip, make_recipe(config.algorithm)
     for sizes in _mesh_sizes(config, topology):
@@ -97,7 +97,7 @@ def _candidates(
             )
             w = workload_of(changed, arch, mesh, fullest.name == "policy", trained)
             needed = 2 * state.parameters + state.optimizer + sum(fullest.resident.values())
-            needed += scale * estimates.estimate_temporaries(w).total
+            needed += scale * estimates.estimate_temporaries(w, topology.platform).total
             sent = sum(e.sent for e in estimates.estimate_exchanges(w))
             seconds = estimates.executed_flops(w) / (chip.flops * FLOPS_UTILISATION)
             seconds += sent / (chip.link * LINK_UTILISATION)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from manus_jax.planning.chips import GIB
+from manus_jax.planning.estimates import COMPILED_TO_ESTIMATED
 from manus_jax.planning.plans import FLOPS_UTILISATION, LINK_UTILISATION, Plan, UpdatePlan
 
 
@@ -24,17 +25,22 @@ def render(plan: Plan, width: int = 100) -> str:
         console.print(_verdict(update))
         if note := all_reduce_note(update):
             console.print(note)
+    console.print()
+    console.print(_programs(plan))
+    console.print()
+    console.print(_overall(plan))
     console.print(_assumptions(plan))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
 def _heading(plan: Plan) -> str:
-    chip, a, w = plan.topology.chip, plan.arch, plan.updates[0].workload
+    topology, a, w = plan.topology, plan.arch, plan.updates[0].workload
+    chip = topology.chip
     sizes = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
-    slices = f", {plan.topology.slices} slices" if plan.topology.slices > 1 else ""
+    slices = f", {topology.slices} slices" if topology.slices > 1 else ""
     return (
-        f"{plan.topology.name}{slices}: {plan.topology.count} x {chip.name} "
-        f"({chip.usable / GIB:.2f} GiB, {chip.flops / 1e12:.0f} TFLOP/s each), mesh {sizes}\n"
+        f"{topology.name}{slices}: {topology.count} x {chip.name} "
+        f"({topology.usable / GIB:.2f} GiB, {chip.flops / 1e12:.0f} TFLOP/s each), mesh {sizes}\n"
         f"{a.family}, {a.num_params:,} parameters; one update: {w.micro_batches} "
         f"micro-batches of {w.rows} rows x {w.length} tokens = {w.tokens:,} tokens, "
         f"{w.trained:.0%} trained; remat {w.remat}; {plan.updates_per_step} updates per step"
@@ -68,19 +74,39 @@ def _table(update: UpdatePlan) -> Table:
     return table
 
 
+def _programs(plan: Plan) -> Table:
+    """What a chip holds during each program of a step."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("memory of a step, per chip")
+    for name in ("program", "resident", "in all"):
+        table.add_column(name, justify="right")
+    for p in plan.programs:
+        table.add_row(p.name, gib(p.own), gib(p.needed - p.own), gib(p.needed))
+    return table
+
+
+def _overall(plan: Plan) -> str:
+    largest, usable = plan.largest, plan.topology.usable
+    resident = ", ".join(f"{n} {gib(size)}" for n, size in largest.resident.items()) or "nothing"
+    host = "; ".join(f"{name} {gib(size)}" for name, size in plan.host.items())
+    return (
+        f"Peak of the step: {gib(largest.needed)} of {gib(usable)}, during the {largest.name} "
+        f"(resident: {resident})." + (f" Host memory of process 0: {host}." if host else "")
+    )
+
+
 def _memory_rows(update: UpdatePlan) -> list[tuple[str, float]]:
     rows = [
         ("parameters (float32)", float(update.state.parameters)),
-        ("optimizer (two moments)", float(update.state.optimizer)),
+        ("optimizer", float(update.state.optimizer)),
     ]
     if update.temporaries is None:
         known = update.state.parameters + update.state.optimizer
         rows.append(("gradients, activations, temporaries", update.peak - known))
     else:
-        rough = "" if update.compiled else ", at least"
         rows += [
             ("gradients (float32)", float(update.state.parameters)),
-            (f"activations and temporaries{rough}", update.temporaries),
+            ("activations and temporaries", update.temporaries),
             ("batch", float(update.state.batch)),
         ]
         rows += [("program", update.code)] if update.code else []
@@ -102,7 +128,7 @@ def all_reduce_note(update: UpdatePlan) -> str | None:
     shards = update.workload.parameter_shards
     total = sum(t.sent for t in update.traffic)
     sent = sum(t.sent for t in update.traffic if t.kind == "all-reduce" and t.chips == shards)
-    if not update.compiled or sent < 0.25 * total:
+    if not update.compiled or sent == 0 or sent < 0.25 * total:
         return None
     return (
         f"All-reduces over {shards} chips send {gigabytes(sent)}: the compiler uses them for "
@@ -116,8 +142,9 @@ def _assumptions(plan: Plan) -> str:
         "Memory and collectives are those of the compiled program; loop bodies are multiplied by "
         "the length of the loop."
         if plan.topology.compiles
-        else "No compiler is installed for these chips: the update was lowered for them, memory "
-        "is a rough lower bound, and collectives are estimates."
+        else "No compiler is installed for these chips: memory and collectives are estimates. "
+        "Where plans were compiled too, the compiler took {:g} to {:g} times the estimated "
+        "activations and temporaries.".format(*COMPILED_TO_ESTIMATED)
     )
     return (
         f"{source} FLOPs are counted from the architecture and the rows. Times assume "
@@ -153,6 +180,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "updates_per_step": plan.updates_per_step,
         "utilisation": {"flops": FLOPS_UTILISATION, "links": LINK_UTILISATION},
         "updates": [_update_json(u) for u in plan.updates],
+        "programs": [{**dataclasses.asdict(p), "peak": p.needed} for p in plan.programs],
+        "host_memory": plan.host,
     }
 
 
@@ -166,6 +195,7 @@ def _update_json(u: UpdatePlan) -> dict[str, Any]:
             **dataclasses.asdict(u.state),
             "gradients": u.state.parameters,
             "temporaries": u.temporaries,
+            "estimated_temporaries": u.estimated,
             "resident": u.resident,
             "peak": u.needed,
             "usable": u.usable,

@@ -6,16 +6,20 @@ the package, CPU devices stand in: the program is lowered for the platform but n
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import importlib.util
 import math
 import os
 import re
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
+from manus_jax.accelerators import GPU_MEMORY_FRACTION
 from manus_jax.config.binding import ConfigError
 from manus_jax.planning.chips import GPU_MEMORIES, GPUS, TPUS, Chip
 
@@ -41,6 +45,7 @@ class Topology:
     """`shape` is the torus of one TPU slice, or (machines, GPUs per machine).
 
     `devices` is empty if JAX was started with fewer CPU devices than the topology needs.
+    `memory_fraction` is the share of a chip's memory that XLA may allocate.
     """
 
     name: str
@@ -49,10 +54,23 @@ class Topology:
     slices: int
     devices: tuple[Any, ...]
     compiles: bool
+    memory_fraction: float = 1.0
 
     @property
     def count(self) -> int:
         return math.prod(self.shape) * self.slices
+
+    @property
+    def processes(self) -> int:
+        """Hosts, each with one process; a TPU host is taken to have four chips if not known."""
+        if self.compiles:
+            return len({d.process_index for d in self.devices})
+        return self.shape[0] if self.chip.kind == "gpu" else max(1, self.count // 4)
+
+    @property
+    def usable(self) -> float:
+        """Bytes that XLA may allocate on a chip."""
+        return self.chip.memory * self.memory_fraction
 
     @property
     def platform(self) -> str:
@@ -82,8 +100,11 @@ class Topology:
         return total or chip.link
 
 
-def find_topology(name: str, slices: int = 1) -> Topology:
-    """The topology with this name; `slices` TPU slices are joined by a data-centre network."""
+def find_topology(name: str, slices: int = 1, gpu_memory: float | None = None) -> Topology:
+    """The topology with this name; `slices` TPU slices are joined by a data-centre network.
+
+    `gpu_memory` is the share of a GPU's memory that the run gives to JAX, if it says so.
+    """
     kind, _, rest = name.partition(":")
     if kind == "cuda":
         chip, shape, compiles = *_parse_cuda(name, rest), has_cuda_compiler()
@@ -102,7 +123,8 @@ def find_topology(name: str, slices: int = 1) -> Topology:
     if kind == "cuda" and slices > 1:
         raise TopologyError(f"{name} has no slices; write machines as in cuda:4x8x80GB")
     devices = _described(name, chip, shape, slices) if compiles else _stand_ins(math.prod(shape))
-    return Topology(name, chip, shape, slices, devices, compiles)
+    fraction = (gpu_memory or GPU_MEMORY_FRACTION) if chip.kind == "gpu" else 1.0
+    return Topology(name, chip, shape, slices, devices, compiles, fraction)
 
 
 def has_tpu_compiler() -> bool:
@@ -110,18 +132,23 @@ def has_tpu_compiler() -> bool:
 
 
 def has_cuda_compiler() -> bool:
-    return any(
-        importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None for version in (12, 13)
-    )
+    """Whether JAX's CUDA plug-in is installed in the version of JAX, and NVIDIA's assembler."""
+    try:
+        if importlib.metadata.version("jax-cuda13-plugin") != jax.__version__:
+            return False
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    nvidia = importlib.util.find_spec("nvidia")
+    folders = (nvidia.submodule_search_locations or ()) if nvidia else ()
+    return any(Path(f, "cu13/bin/ptxas").exists() for f in folders) or bool(shutil.which("ptxas"))
 
 
 def missing_compiler(topology: Topology) -> str:
     """What to install so that a topology is compiled instead of estimated."""
-    if topology.platform == "tpu":
-        return "libtpu is not installed, so this is an estimate: pip install 'manus-jax[plan]'"
+    what = "libtpu" if topology.platform == "tpu" else "JAX's CUDA plug-in (with nvidia-cuda-nvcc)"
     return (
-        "JAX's CUDA plug-in is not installed, so this is an estimate: pip install "
-        "jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc, in the version of jax"
+        f"{what} is not installed in the version of jax, so this is an estimate: "
+        "pip install 'manus-jax[plan]'"
     )
 
 
@@ -142,7 +169,7 @@ def _described(name: str, chip: Chip, shape: tuple[int, ...], slices: int) -> tu
     platform = "tpu"
     if chip.kind == "gpu":
         platform = "cuda"
-        memory = f"memory_bandwidth: {chip.bandwidth:.0f} device_memory_size: {chip.usable:.0f}"
+        memory = f"memory_bandwidth: {chip.bandwidth:.0f} device_memory_size: {chip.memory:.0f}"
         options["topology"] = "x".join(str(n) for n in (1, *shape))
         options["target_config"] = (
             f'gpu_device_info {{ {chip.target} {memory} }} platform_name: "CUDA" '

@@ -107,7 +107,12 @@ def phases(metrics: Metrics) -> dict[str, Any]:
 
 
 def _is_phase(name: str) -> bool:
-    return name.startswith("timing_s/") and name != "timing_s/step"
+    """Whether the metric is a phase of a step; idle times are parts of phases."""
+    return (
+        name.startswith("timing_s/")
+        and name != "timing_s/step"
+        and not name.startswith("timing_s/idle_")
+    )
 
 
 def environments(metrics: Metrics) -> list[dict[str, Any]]:

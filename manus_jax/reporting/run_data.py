@@ -45,7 +45,7 @@ def read_run(path: Path) -> RunData:
     metrics: tuple[Mapping[str, float], ...] = ()
     unreadable = 0
     try:
-        if metrics_file.is_file():
+        if metrics_file.exists():
             metrics, unreadable, not_finite = read_metrics(metrics_file)
             if not_finite:
                 problems.append(f"{not_finite} values of metrics.jsonl are not finite numbers")
@@ -87,7 +87,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def _read_config(path: Path, problems: list[str]) -> tuple[str, dict[str, str]]:
-    if not path.is_file():
+    if not path.exists():
         return "", {}
     try:
         with path.open("rb") as file:

@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from manus_jax.errors import Terminated
 from manus_jax.reporting.run_data import ReportError, read_metrics
 from manus_jax.status import FILE, STATES
 
@@ -69,11 +70,15 @@ def watch(run: Path, console: Console | None = None) -> None:
     if not console.is_terminal:
         print(view.text())
         return
-    with contextlib.suppress(KeyboardInterrupt), Live(view.table(), console=console) as live:
-        while not view.ended:
-            time.sleep(_REFRESH_S)
-            view = read_view(run)
-            live.update(view.table())
+    try:
+        with Live(view.table(), console=console) as live:
+            while not view.ended:
+                time.sleep(_REFRESH_S)
+                view = read_view(run)
+                live.update(view.table())
+    except KeyboardInterrupt as stop:
+        if isinstance(stop, Terminated):
+            raise
 
 
 def read_view(run: Path) -> View:

@@ -3,7 +3,9 @@
 A format is one object that holds the instruction, a renderer for example turns and the parser, so
 that the three always agree. `FORMATS.add(ActionFormat(...))` adds a format. Parsing takes time
 linear in the length of the text and evaluates no code. A text without exactly one action yields an
-error message for the model, never an empty action.
+error message for the model, which repeats the expected form, never an empty action. Thoughts
+between <think> and </think> are removed first in every format; an action inside a thought is not
+executed, nor is one in a code block that the token limit cut off.
 """
 
 import ast
@@ -60,15 +62,38 @@ class ActionFormat:
     find: Callable[[str], str]
     styles: frozenset[ActionStyle] = _PARSED_STYLES
 
-    def parse(self, text: str, style: ActionStyle) -> ParsedAction:
-        """Parses the action in a model turn, for an environment of this action style."""
+    def parse(self, text: str, style: ActionStyle, cut: bool = False) -> ParsedAction:
+        """Parses the action in a model turn, for an environment of this action style.
+
+        `cut`: the turn was truncated at its token limit.
+        """
         try:
-            action = _shaped(self.find(text), style)
+            answer = without_thoughts(text)
+            if cut and answer.count("```") % 2:
+                raise NoAction("your answer was cut off inside a code block. Answer more briefly.")
+            action = _shaped(self.find(answer), style)
+            if not action:
+                raise NoAction("it is empty. Write one action.")
         except NoAction as problem:
-            return ParsedAction(None, f"Invalid action: {problem}")
-        if not action:
-            return ParsedAction(None, "Invalid action: it is empty. Write one action.")
+            return ParsedAction(None, f"Invalid action: {problem}{self._reminder}")
         return ParsedAction(action)
+
+    @property
+    def _reminder(self) -> str:
+        """The form that the instruction describes, if it shows one."""
+        form = self.instruction.partition(":\n\n")[2]
+        return f"\n\nThe expected form:\n\n{form}" if form else ""
+
+
+def without_thoughts(text: str) -> str:
+    """The text after the last thought; NoAction if a thought is not finished.
+
+    A template may open the thought in the prompt, so a text may start inside one.
+    """
+    answer = text.rpartition("</think>")[2]
+    if "<think>" in answer:
+        raise NoAction("the thought is not finished. Close it with </think>, then act.")
+    return answer
 
 
 FORMATS: Registry[ActionFormat] = Registry("action format", reserved=("auto",))
@@ -135,8 +160,12 @@ def _unfenced(text: str) -> str:
     return text
 
 
-_ACTION_LINE = re.compile(r"^[ \t]*Action:", re.MULTILINE)
-_NEXT_PART = re.compile(r"^[ \t]*(?:Thought|Observation):", re.MULTILINE)
+# Instruct models write **Action:** or **Action**: as well.
+_MARK_UP = r"^[ \t]*(?:[*_#]{1,3}[ \t]*)?"
+_ACTION_LINE = re.compile(_MARK_UP + r"Action[*_]{0,3}:[*_]{0,3}", re.MULTILINE)
+_NEXT_PART = re.compile(_MARK_UP + r"(?:Thought|Observation)[*_]{0,3}:", re.MULTILINE)
+_LIST_ITEM = re.compile(r"(?:[-*\u2022]|\d{1,3}[.)])[ \t]+(?=\S)")
+_EMPHASIS = re.compile(r"(\*\*|__|`)(.+)\1")
 
 
 def _find_react(text: str) -> str:
@@ -149,7 +178,21 @@ def _find_react(text: str) -> str:
         )
     rest = text[marks[0].end() :]
     end = _NEXT_PART.search(rest)
-    return _unfenced(rest[: end.start() if end else None]).partition("\n")[0]
+    marked_up = re.search("[*_#]", marks[0][0]) is not None
+    return _only_action(_unfenced(rest[: end.start() if end else None]), marked_up)
+
+
+def _only_action(text: str, marked_up: bool) -> str:
+    """The first line, which may be emphasized or the only item of a list."""
+    first, *others = [line.strip() for line in text.splitlines()[:50]] or [""]
+    following = next((line for line in others if line), "")
+    if (item := _LIST_ITEM.match(first)) is not None:
+        if _LIST_ITEM.match(following):
+            raise NoAction("there are several actions in a list. Give only one action.")
+        first = first[item.end() :]
+    emphasized = _EMPHASIS.fullmatch(first.strip())
+    # A single word in backticks can be an action of its own.
+    return emphasized[2] if emphasized and (marked_up or " " in emphasized[2]) else first
 
 
 def _render_react(thought: str, action: str) -> str:
@@ -176,9 +219,7 @@ _add("react_sql", "```sql", _render_sql, _find_sql, "sql_block")
 def _tag_format(tag: str) -> ActionFormat:
     opening, closing = f"<{tag}>", f"</{tag}>"
 
-    def find(text: str) -> str:
-        # The thought may mention the tag, so only the text after it is searched.
-        answer = text.rpartition("</think>")[2]
+    def find(answer: str) -> str:
         opened, closed = answer.count(opening), answer.count(closing)
         if not opened or not closed:
             missing = closing if opened else opening

@@ -5,6 +5,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from jax.sharding import Mesh
+
 from envs import registry
 from manus_jax.agentgym.environments import open_environments, server_addresses
 from manus_jax.agentgym.pool import EnvironmentPool
@@ -19,7 +21,9 @@ from manus_jax.config.binding import (
 from manus_jax.config.commands import EvaluateConfig, TrainConfig
 from manus_jax.config.server_settings import EnvPoolSettings, VllmSettings
 from manus_jax.config.settings import EngineSettings, EnvSettings, RolloutSettings
+from manus_jax.engines.cached_decoder import CachedDecoder
 from manus_jax.engines.jax_engine import JaxEngine
+from manus_jax.engines.layout import learner_devices, make_layout
 from manus_jax.engines.protocol import Engine
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.loading import PolicySource
@@ -129,23 +133,50 @@ def with_engine_settings(config: C) -> C:
     return dataclasses.replace(config, engine_settings=own)
 
 
-def embedded_bytes(settings: EngineSettings, arch: Architecture, max_length: int) -> float:
-    """Weights and key-value cache of the embedded engine, which are on one device."""
-    itemsize = 2 if settings.dtype == "bfloat16" else 4
-    per_token = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim
-    return float(itemsize * (arch.num_params + settings.slots * max_length * per_token))
+def embedded_decoder(
+    settings: EngineSettings,
+    arch: Architecture,
+    max_length: int,
+    mesh: Mesh,
+    platform: str | None = None,
+) -> CachedDecoder:
+    """The decoder of the embedded engine on a learner's mesh, without weights or cache.
+
+    Its `layout` has the bytes per device, and `programs()` what to compile. With several processes,
+    the engine uses the devices of process 0. `platform` is that of the devices, if those of the
+    mesh are stand-ins. EngineError if the settings do not divide over the devices.
+    """
+    layout = make_layout(
+        arch,
+        [device for device in mesh.devices.flat if device.process_index == 0],
+        slots=settings.slots,
+        max_length=max_length,
+        tensor=settings.tensor or mesh.shape["tensor"],
+        cache_tokens=settings.cache_tokens,
+        dtype=settings.dtype,
+        platform=platform,
+    )
+    return CachedDecoder(layout, settings.max_steps)
+
+
+_EMBEDDED_READS = ("slots", "cache_tokens", "tensor", "dtype", "max_steps")
 
 
 @ENGINES.register("jax")
-@engine_kind(JaxEngine, reads=("engine.slots", "engine.dtype", "engine.max_steps"))
+@engine_kind(JaxEngine, reads=[f"engine.{name}" for name in _EMBEDDED_READS])
 def _embedded(
     source: PolicySource, params: Params, settings: EngineSettings, own: None, max_length: int
 ) -> Engine:
+    devices, tensor = learner_devices(params), settings.tensor or 1
+    copies = max(1, len(devices) // tensor)
     return JaxEngine(
         source.card.architecture,
         params,
-        slots=settings.slots,
+        slots=-(-settings.slots // copies) * copies,  # evaluation needs only one per episode
         max_length=max_length,
+        cache_tokens=settings.cache_tokens,
+        devices=devices,
+        tensor=tensor,
         decode=source.tokenizer.decode,
         dtype=settings.dtype,
         max_steps=settings.max_steps,

@@ -6,7 +6,6 @@ infrastructure failure the episode is restarted on a fresh environment; if all a
 becomes a `FailedEpisode`, never a reward of zero.
 """
 
-import logging
 import random
 import time
 
@@ -16,7 +15,12 @@ from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.server_state import health_policy
 from manus_jax.agentgym.table import environment
 from manus_jax.config.settings import RolloutSettings
-from manus_jax.engines.cancellation import Cancellation, Cancelled
+from manus_jax.engines.cancellation import (
+    Cancellation,
+    Cancelled,
+    EpisodeCancellation,
+    Overdue,
+)
 from manus_jax.engines.protocol import EngineError
 from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.player import Agent, EndEpisode, EpisodeContext, Player
@@ -30,8 +34,6 @@ from manus_jax.rollout.trajectory import (
     Turn,
 )
 
-_log = logging.getLogger(__name__)
-
 
 class PromptTooLong(Exception):
     """The opening messages leave no room for a turn."""
@@ -44,16 +46,19 @@ def play_episode(
     settings: RolloutSettings,
     cancellation: Cancellation | None = None,
 ) -> Outcome:
-    """Plays an episode, with up to `pool.settings.attempts` attempts on infrastructure failures."""
-    cancellation = cancellation or Cancellation()
+    """Plays an episode, with up to `pool.settings.attempts` attempts on infrastructure failures.
+
+    All attempts together take at most `settings.episode_timeout` seconds.
+    """
+    limited = EpisodeCancellation(cancellation or Cancellation(), settings.episode_timeout)
     attempt = 0
     while True:
         attempt += 1
         try:
             if attempt > 1:
                 back_off = health_policy(pool.settings).back_off
-                cancellation.sleep(back_off.seconds(attempt - 1, random.random()))
-            return _attempt(spec, agent, pool, settings, cancellation, attempt)
+                limited.sleep(back_off.seconds(attempt - 1, random.random()))
+            return _attempt(spec, agent, pool, settings, limited, attempt)
         except EnvironmentFailure as failure:
             kind = str(failure.kind if failure.refused_item is None else FailureKind.ITEM)
             error, retryable = str(failure), failure.retryable
@@ -61,10 +66,11 @@ def play_episode(
             kind, error, retryable = "engine", str(failure), True
         except PromptTooLong as failure:
             kind, error, retryable = "prompt_too_long", str(failure), False
+        except Overdue as failure:
+            kind, error, retryable = "overdue", str(failure), False
         except Cancelled:
             return FailedEpisode(spec, "cancelled", "the run was cancelled", attempt)
         if not retryable or attempt >= pool.settings.attempts:
-            _log.warning("episode %s is dropped (%s): %s", spec.uid, kind, error)
             return FailedEpisode(spec, kind, error, attempt)
 
 
@@ -73,7 +79,7 @@ def _attempt(
     agent: Agent,
     pool: EnvironmentPool,
     settings: RolloutSettings,
-    cancellation: Cancellation,
+    cancellation: EpisodeCancellation,
     attempt: int,
 ) -> Trajectory:
     task = spec.task
@@ -111,12 +117,14 @@ def _play(context: EpisodeContext, session: Session, player: Player) -> Trajecto
             end_reason = end.reason
             break
         answered = time.perf_counter()
-        parsed = context.action_format.parse(answer.text, session.row.action)
+        parsed = context.action_format.parse(answer.text, session.row.action, answer.cut)
+        rejected = False
         if parsed.action is None:
             observation, reward, penalty = parsed.error, 0.0, -settings.invalid_action_penalty
         else:
             result = session.step(parsed.action)
             observation, reward, penalty = result.observation, result.reward, 0.0
+            rejected = observation.startswith(session.row.rejections)
             if result.done:
                 end_reason = "done"
         stepped = time.perf_counter()
@@ -130,6 +138,7 @@ def _play(context: EpisodeContext, session: Session, player: Player) -> Trajecto
                 observation=observation,
                 reward=reward,
                 penalty=penalty,
+                rejected=rejected,
                 cut=answer.cut,
                 segment=answer.segment,
                 start=answer.start,

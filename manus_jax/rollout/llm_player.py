@@ -21,6 +21,7 @@ from manus_jax.config.settings import RolloutSettings
 from manus_jax.data.chat import ChatStream, Message
 from manus_jax.data.tasks import Task
 from manus_jax.engines.protocol import Engine, EngineError, Generation, Request, Sampling
+from manus_jax.engines.usage import UsageClock
 from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.player import Answer, EndEpisode, EpisodeContext
 from manus_jax.rollout.prompts import cut_middle, opening, rejoined
@@ -128,22 +129,29 @@ class EngineAgent:
         self._engine = engine
         self._seed = seed
         self._chat_tokenizer = ChatTokenizer(tokenizer)
+        self.usage = UsageClock()
 
     def check(self, env: str, settings: RolloutSettings) -> None:
         """Accepts every environment that the model's chat template can render."""
         self._chat_tokenizer.check(env, settings)
 
     def player(self, context: EpisodeContext) -> "LLMPlayer":
-        return LLMPlayer(self._engine, self._chat_tokenizer, context, self._seed)
+        return LLMPlayer(self._engine, self._chat_tokenizer, context, self._seed, self.usage)
 
 
 class LLMPlayer:
     """Plays one attempt at an episode, in one thread."""
 
     def __init__(
-        self, engine: Engine, chat_tokenizer: ChatTokenizer, context: EpisodeContext, seed: int
+        self,
+        engine: Engine,
+        chat_tokenizer: ChatTokenizer,
+        context: EpisodeContext,
+        seed: int,
+        usage: UsageClock,
     ) -> None:
         self._engine = engine
+        self._usage = usage
         self._chat_tokenizer = chat_tokenizer
         self._context = context
         self._seed = seed
@@ -239,8 +247,8 @@ class LLMPlayer:
         )
         seed = turn_seed(self._seed, self._context.spec.uid, turn)
         request = Request(tuple(prompt), sampling, seed, self._session)
-        future = self._engine.submit(request)
-        with STATUS.working("waiting for the engine"):
+        with self._usage.request(), STATUS.working("waiting for the engine"):
+            future = self._engine.submit(request)
             generation = self._context.cancellation.result(future, settings.generation_timeout)
         _check(generation, sampling)
         return generation

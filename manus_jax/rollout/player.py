@@ -8,7 +8,7 @@ import dataclasses
 from typing import Protocol
 
 from manus_jax.config.settings import RolloutSettings
-from manus_jax.engines.cancellation import Cancellation
+from manus_jax.engines.cancellation import EpisodeCancellation
 from manus_jax.rollout.action_formats import ActionFormat
 from manus_jax.rollout.prompts import Opening
 from manus_jax.rollout.trajectory import EndReason, EpisodeSpec, Segment
@@ -60,7 +60,7 @@ class EpisodeContext:
     opening: Opening
     action_format: ActionFormat
     settings: RolloutSettings
-    cancellation: Cancellation
+    cancellation: EpisodeCancellation
     attempt: int
 
 

@@ -5,12 +5,14 @@ concurrency. An exception in an episode is logged and turns that episode into a 
 without affecting the others.
 """
 
+import contextlib
 import logging
 import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from manus_jax.agentgym.pool import EnvironmentPool
@@ -105,19 +107,12 @@ class _Run:
         self._ended: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
         self._outcomes: dict[int, Outcome] = {}
         self._begun: set[int] = set()
+        self._failures = FailureLog()
 
     def start(self) -> None:
-        # The stack size of new threads is a global setting; threads start when work is submitted.
-        before = threading.stack_size(STACK_BYTES)
-        try:
+        with starting_threads(self._threads):
             for index in range(len(self._specs)):
                 self._executor.submit(self._work, index)
-        except RuntimeError as error:
-            raise ThreadLimit(
-                f"{self._threads} threads cannot be started ({error}); lower rollout.max_in_flight"
-            ) from error
-        finally:
-            threading.stack_size(before)
         self._executor.shutdown(wait=False)
 
     def collect(self, on_done: OnDone | None, stop: threading.Event | None) -> None:
@@ -149,6 +144,7 @@ class _Run:
             self._outcomes[index] = outcome
 
     def outcomes(self) -> list[Outcome]:
+        self._failures.report()
         return [
             self._outcomes.get(index) or FailedEpisode(spec, "cancelled", "the run was cancelled")
             for index, spec in enumerate(self._specs)
@@ -156,23 +152,82 @@ class _Run:
 
     def _work(self, index: int) -> None:
         self._begun.add(index)
-        STATUS.count(episodes_in_flight=1)
-        spec = self._specs[index]
-        outcome: Outcome
-        try:
-            outcome = play_episode(
-                spec, self._agent, self._pool, self._settings, self._cancellation
-            )
-        except BaseException as error:  # including SystemExit: the caller waits for an outcome
-            _log.exception("episode %s failed", spec.uid)
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            message = f"{type(error).__name__}: {error} (in {where.name})"
-            outcome = FailedEpisode(spec, "error", message)
-        failed = isinstance(outcome, FailedEpisode)
-        STATUS.count(
-            episodes_in_flight=-1,
-            episodes_finished=int(not failed),
-            episodes_failed=int(failed),
-            tokens=0 if isinstance(outcome, FailedEpisode) else outcome.agent_tokens,
+        outcome = play_safely(
+            self._specs[index],
+            self._agent,
+            self._pool,
+            self._settings,
+            self._cancellation,
+            self._failures,
         )
         self._ended.put((index, outcome))
+
+
+class FailureLog:
+    """Logs the first failure of each kind and counts the others; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[tuple[str, ...]] = Counter()
+
+    def is_new(self, failed: FailedEpisode, *reason: str) -> bool:
+        """Whether no episode has failed like this before; the others are only counted."""
+        if failed.kind == "cancelled":
+            return False
+        with self._lock:
+            key = (str(failed.spec.task.env), failed.kind, *reason)
+            self._counts[key] += 1
+            return self._counts[key] == 1
+
+    def report(self) -> None:
+        """Logs how many failures were only counted, and starts anew."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        for (env, kind, *_), count in counts.items():
+            if count > 1:
+                _log.warning("%d more episodes of %s are dropped (%s)", count - 1, env, kind)
+
+
+def play_safely(
+    spec: EpisodeSpec,
+    agent: Agent,
+    pool: EnvironmentPool,
+    settings: RolloutSettings,
+    cancellation: Cancellation,
+    failures: FailureLog,
+) -> Outcome:
+    """Plays an episode and counts it in the run's status; an exception makes it a FailedEpisode."""
+    STATUS.count(episodes_in_flight=1)
+    outcome: Outcome
+    try:
+        outcome = play_episode(spec, agent, pool, settings, cancellation)
+        if isinstance(outcome, FailedEpisode) and failures.is_new(outcome):
+            _log.warning("episode %s is dropped (%s): %s", spec.uid, outcome.kind, outcome.error)
+    except BaseException as error:  # including SystemExit: the caller waits for an outcome
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"{type(error).__name__}: {error} (in {where.name})"
+        outcome = FailedEpisode(spec, "error", message)
+        if failures.is_new(outcome, type(error).__name__, where.name):
+            _log.exception("episode %s failed", spec.uid)
+    failed = isinstance(outcome, FailedEpisode)
+    STATUS.count(
+        episodes_in_flight=-1,
+        episodes_finished=int(not failed),
+        episodes_failed=int(failed),
+        tokens=0 if isinstance(outcome, FailedEpisode) else outcome.agent_tokens,
+    )
+    return outcome
+
+
+@contextlib.contextmanager
+def starting_threads(count: int) -> Iterator[None]:
+    """In this block, executors start threads with small stacks, `count` at most."""
+    before = threading.stack_size(STACK_BYTES)  # a global setting of new threads
+    try:
+        yield
+    except RuntimeError as error:
+        raise ThreadLimit(
+            f"{count} threads cannot be started ({error}); lower rollout.max_in_flight"
+        ) from error
+    finally:
+        threading.stack_size(before)

@@ -32,27 +32,30 @@ def score_episode(trajectory: Trajectory, settings: RewardSettings) -> Trajector
     return dataclasses.replace(trajectory, score=score)
 
 
+def score_outcome(
+    outcome: Outcome, settings: RewardSettings, on_error: Literal["raise", "drop"]
+) -> Outcome:
+    """Scores an episode; with "drop", one whose scoring fails becomes a failed episode."""
+    if not isinstance(outcome, Trajectory):
+        return outcome
+    try:
+        with STATUS.working(f"reward {settings.function}"):
+            return score_episode(outcome, settings)
+    except RewardError as error:
+        if on_error == "raise":
+            raise
+        return FailedEpisode(outcome.spec, "reward", str(error), outcome.attempts)
+
+
 def score_episodes(
     outcomes: Sequence[Outcome], settings: RewardSettings, on_error: Literal["raise", "drop"]
 ) -> list[Outcome]:
-    """Scores all outcomes, in order; with "drop", an episode whose scoring fails becomes failed.
+    """Scores all outcomes, in order.
 
     Episodes are scored concurrently, because a reward function may wait for a server.
     """
-
-    def scored(outcome: Outcome) -> Outcome:
-        if not isinstance(outcome, Trajectory):
-            return outcome
-        try:
-            with STATUS.working(f"reward {settings.function}"):
-                return score_episode(outcome, settings)
-        except RewardError as error:
-            if on_error == "raise":
-                raise
-            return FailedEpisode(outcome.spec, "reward", str(error), outcome.attempts)
-
     executor = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="reward")
     try:
-        return list(executor.map(scored, outcomes))
+        return list(executor.map(lambda o: score_outcome(o, settings, on_error), outcomes))
     finally:
         executor.shutdown(cancel_futures=True)

@@ -37,11 +37,14 @@ def episode_specs(
     """`group_size` episodes per task, ordered by group; `prefix` keeps uids of batches distinct."""
     if group_size < 1:
         raise ValueError(f"group_size = {group_size}: at least 1")
-    return [
-        EpisodeSpec(task, f"{prefix}{row}:{task.item_id}#{member}", f"{prefix}{row}:{task.item_id}")
-        for row, task in enumerate(tasks)
-        for member in range(group_size)
-    ]
+    groups = (group_specs(t, group_size, f"{prefix}{row}") for row, t in enumerate(tasks))
+    return [spec for group in groups for spec in group]
+
+
+def group_specs(task: Task, group_size: int, name: str) -> list[EpisodeSpec]:
+    """The episodes of one task; `name` keeps the uids of groups distinct."""
+    group_id = f"{name}:{task.item_id}"
+    return [EpisodeSpec(task, f"{group_id}#{member}", group_id) for member in range(group_size)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Turn:
     observation: str  # the response, as shown to the agent
     reward: float  # change of the episode's environment reward
     penalty: float = 0.0  # for an invalid action; 0 or negative
+    rejected: bool = False  # the environment's reply refuses the action
     cut: bool = False  # the turn was truncated at its token limit
     segment: int = 0
     start: int = 0
@@ -66,7 +70,13 @@ class Turn:
 
     @property
     def valid(self) -> bool:
+        """Whether the text has an action in the expected form."""
         return self.action is not None
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the environment carried out an action."""
+        return self.valid and not self.rejected
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -151,7 +161,7 @@ class FailedEpisode:
     """An episode that could not be completed and must not be used for training.
 
     `kind` is its name in the counters: a kind of EnvironmentFailure, or engine, prompt_too_long,
-    reward, cancelled, error.
+    overdue, reward, cancelled, error.
     """
 
     spec: EpisodeSpec

@@ -77,7 +77,7 @@ def write_trajectories(
     with work.open("w", encoding="utf-8") as file:
         for outcome in outcomes:
             learned = (advantages or {}).get(outcome.spec.uid)
-            record = json.dumps(_record(outcome, learned), ensure_ascii=False, default=str)
+            record = json.dumps(episode_record(outcome, learned), ensure_ascii=False, default=str)
             # Lone surrogates in a model's text cannot be encoded as UTF-8.
             file.write(record.encode("utf-8", "replace").decode("utf-8") + "\n")
     work.replace(path)
@@ -107,7 +107,10 @@ def parse_episode(line: str | bytes) -> LoggedEpisode:
         raise ValueError(repr(error)) from error
 
 
-def _record(outcome: Outcome, advantages: Sequence[np.ndarray] | None) -> dict[str, Any]:
+def episode_record(
+    outcome: Outcome, advantages: Sequence[np.ndarray] | None = None
+) -> dict[str, Any]:
+    """One line of a trajectory file, which `parse_episode` reads."""
     spec = outcome.spec
     task = {name: getattr(spec.task, name) for name in _TASK_FIELDS}
     common = {"uid": spec.uid, "group_id": spec.group_id, "task": task}

@@ -9,6 +9,7 @@ a back-off; one that keeps dying is given up.
 import contextlib
 import functools
 import http.client
+import itertools
 import logging
 import os
 import re
@@ -23,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 from manus_jax.errors import UserError
 from manus_jax.servers.health import BackOff
@@ -77,7 +79,7 @@ class ServerCommand:
     arguments: tuple[str, ...]
     environment: Mapping[str, str] | None = None  # None: that of this process
     prefix: str = ""  # a path in the announced address that is not part of the server's root
-    log: Path | None = None  # where all output is appended
+    log: Path | None = None  # all output; that of a restarted server goes to NAME-2.log, …
     parent_death_signal: int = signal.SIGKILL
 
 
@@ -88,6 +90,7 @@ class ServerProcess:
         self.command = command
         self.started_at = time.monotonic()
         self.url: str | None = None
+        self._log = None if command.log is None else _unused(command.log)
         self._lines: deque[str] = deque(maxlen=_TAIL_LINES)
         launcher = [sys.executable, "-m", "manus_jax.servers.launch", str(os.getpid())]
         launcher += [str(int(command.parent_death_signal)), command.module]
@@ -139,7 +142,7 @@ class ServerProcess:
 
     def describe_end(self) -> str:
         """The exit status and what the process wrote last."""
-        log = self.command.log
+        log = self._log
         written = self.tail if log is None else f"{self.tail[-300:]}\n(all output: {log})"
         return f"ended with status {self.exit_status}; it wrote:\n{written}"
 
@@ -147,7 +150,11 @@ class ServerProcess:
         # Reading continues after the announcement, and when the log cannot be written: a server
         # whose pipe is full would hang.
         assert self._process.stdout is not None
-        log = self.command.log
+        log: TextIO | None = None
+        try:
+            log = self._log.open("w", buffering=1) if self._log is not None else None
+        except OSError as error:
+            self._warn_not_logged(error)
         for line in iter(functools.partial(self._process.stdout.readline, _MAX_LINE), ""):
             self._lines.append(line.rstrip())
             announcement = _ANNOUNCEMENT.match(line)
@@ -155,13 +162,22 @@ class ServerProcess:
                 self.url = announcement[1].rstrip("/").removesuffix(self.command.prefix)
             try:
                 if log is not None:
-                    with log.open("a") as file:
-                        file.write(line)
+                    log.write(line)
             except OSError as error:
-                _log.warning(
-                    "the output of %s is not logged any more: %s", self.command.name, error
-                )
+                self._warn_not_logged(error)
                 log = None
+        with contextlib.suppress(OSError):
+            if log is not None:
+                log.close()
+
+    def _warn_not_logged(self, error: OSError) -> None:
+        _log.warning("the output of %s is not logged any more: %s", self.command.name, error)
+
+
+def _unused(log: Path) -> Path:
+    """The file itself or, if it exists, one with a number."""
+    numbered = (log.with_stem(f"{log.stem}-{n}") for n in itertools.count(2))
+    return next(path for path in itertools.chain([log], numbered) if not path.exists())
 
 
 @dataclass

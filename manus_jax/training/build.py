@@ -28,7 +28,7 @@ from manus_jax.config.settings import (
 )
 from manus_jax.data.mixture import Mixture
 from manus_jax.data.tasks import Task, read_tasks, without
-from manus_jax.evaluation.eval_sets import EvalSet, listed_tasks, make_eval_set, split_tasks
+from manus_jax.evaluation.eval_sets import EvalSet, make_eval_set, playable_tasks, split_tasks
 from manus_jax.evaluation.play import evaluate_policy
 from manus_jax.files import write_atomically
 from manus_jax.learner.learner import Learner, Reference
@@ -43,7 +43,7 @@ from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
 from manus_jax.rollout.build_rollout import (
     ENGINES,
     check_play,
-    embedded_bytes,
+    embedded_decoder,
     open_engine,
     open_servers,
 )
@@ -57,6 +57,7 @@ from manus_jax.training.checkpoints import Checkpoints
 from manus_jax.training.failures import first_error
 from manus_jax.training.job import Job
 from manus_jax.training.learner_specs import (
+    check_lengths,
     check_memory,
     critic_spec,
     make_recipe,
@@ -67,6 +68,7 @@ from manus_jax.training.metric_sinks import check_sinks
 from manus_jax.training.rollouts import Rollouts
 from manus_jax.training.run_directory import RunDirectory
 from manus_jax.training.trainer import Trainer
+from manus_jax.vllm.open_pool import check_servers
 from manus_jax.weights.host_tensors import gather_to_host
 
 _TRACES = "traces.jsonl"
@@ -86,8 +88,9 @@ def read_task_sources(
         return sources, eval_set
     held_out = read_tasks(data.val_files) if data.val_files else []
     sources = []
-    for index, path in enumerate(data.train_files):
-        tasks = without(listed_tasks([path], env.names), held_out)
+    playable = playable_tasks(data.train_files, env)
+    for index, (path, listed) in enumerate(zip(data.train_files, playable, strict=True)):
+        tasks = without(listed, held_out)
         weight = data.train_weights[index] if data.train_weights else float(max(1, len(tasks)))
         sources.append((f"{index}:{Path(path).name}", tasks, weight))
     return sources, eval_set
@@ -95,11 +98,7 @@ def read_task_sources(
 
 def check_sizes(config: TrainConfig, recipe: Recipe) -> None:
     """Raises ConfigError if the lengths, group sizes and batch sizes are inconsistent."""
-    if config.rollout.max_total_tokens > config.data.max_length:
-        raise ConfigError(
-            f"rollout.max_total_tokens = {config.rollout.max_total_tokens} is more than "
-            f"data.max_length = {config.data.max_length}, the tokens that a row of a batch holds"
-        )
+    check_lengths(config)
     if config.algorithm.critic_warmup and not recipe.needs_critic:
         raise ConfigError(
             f"algorithm.critic_warmup = {config.algorithm.critic_warmup}, and recipe {recipe.name} "
@@ -235,6 +234,8 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
     reward = RewardSettings(config.algorithm.reward, config.algorithm.reward_parameters)
     rollout = config.rollout
     check_play(config.env, rollout)
+    if config.model.path is not None:
+        loading.require_path(Path(config.model.path))
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
     kernel = make_compute(**dataclasses.asdict(config.compute), mesh=mesh).kernel
     check_platform(kernel.implementation, mesh)
@@ -249,9 +250,16 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
         assert config.scratch is not None
         arch = loading.scratch_architecture(config.scratch)
     check_model(arch, mesh, kernel.implementation)
-    on_device = ENGINES[config.engine.name].engine.on_learner_device
-    cached = embedded_bytes(config.engine, arch, rollout.max_total_tokens) if on_device else 0.0
-    check_memory(arch, data, mesh, cached)
+    held = 0
+    engine_settings = dataclasses.replace(
+        config.engine, tensor=config.engine.tensor or mesh.shape["tensor"]
+    )
+    if ENGINES[config.engine.name].engine.on_learner_device:
+        layout = embedded_decoder(engine_settings, arch, rollout.max_total_tokens, mesh).layout
+        held = layout.device_bytes * layout.mesh.size
+    check_memory(arch, data, mesh, held)
+    served = None if config.model.path is None else arch  # a tokenizer may still change it
+    job.on_primary(lambda: check_servers(config.engine_settings, rollout.max_total_tokens, served))
     opened = job.on_primary(lambda: RunDirectory(train.run_dir, operative_config))
     directory = opened or RunDirectory(train.run_dir, "")
 
@@ -283,12 +291,12 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
             assert pool is not None
             context = rollout.max_total_tokens
             engine = stack.enter_context(
-                open_engine(source, params, config.engine, config.engine_settings, context)
+                open_engine(source, params, engine_settings, config.engine_settings, context)
             )
             agent = EngineAgent(engine, source.tokenizer, train.seed)
             validation = dataclasses.replace(rollout, temperature=train.val_temperature)
             policies: dict[str, Agent] = {"val": agent, **baselines}
-            return Rollouts(
+            rollouts = Rollouts(
                 train=train,
                 algorithm=config.algorithm,
                 recipe=recipe,
@@ -300,6 +308,8 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
                 pool=pool,
                 evaluate=lambda name: evaluate_policy(policies[name], pool, eval_set, validation),
             )
+            stack.callback(rollouts.close)
+            return rollouts
 
         rollouts = job.on_primary(open_rollouts)
         yield Trainer(
@@ -327,7 +337,8 @@ def build_learners(
     require_finite(params, f"the model {config.model.path or 'of the warm start'}")
     reference = None
     if recipe.needs_reference:
-        reference = Reference(params, config.algorithm.reference == "host")
+        settings = config.algorithm
+        reference = Reference(params, settings.reference == "host", settings.reference_dtype)
     learners = {}
     if recipe.needs_critic:
         value_spec = critic_spec(config, arch, mesh)

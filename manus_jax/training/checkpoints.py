@@ -60,7 +60,8 @@ class Checkpoints:
         # With explicit processes, Orbax uses barriers that have a timeout.
         everyone = set(range(self._job.count)) if self._job.count > 1 else None
         self._checkpointer = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(),
+            orbax_params.composite_handler(),
+            atomicity_options=orbax_params.ATOMICITY,
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=everyone),
         )
         if self._job.primary:
@@ -132,7 +133,8 @@ class Checkpoints:
             items[_SCORE] = ocp.args.JsonSave({_SCORE: score})
         for part in self._parts:
             params, optimizer = _items(part)
-            items[params] = ocp.args.StandardSave(states[part].params)
+            values = states[part].params
+            items[params] = ocp.args.StandardSave(values, orbax_params.save_args(values))
             items[optimizer] = ocp.args.StandardSave(_rest(states[part]))
         if self._job.primary:
             begin_directory(self.directory / str(step))

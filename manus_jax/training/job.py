@@ -29,6 +29,7 @@ from manus_jax.config.settings import DistributedSettings
 from manus_jax.data_proto import DataProto
 from manus_jax.errors import Stopped, exit_code, report_error
 from manus_jax.learner.processes import barrier
+from manus_jax.status import STATUS
 
 T = TypeVar("T")
 _EXIT_BARRIER_S = 20.0
@@ -46,6 +47,11 @@ class Job:
     @property
     def primary(self) -> bool:
         return self.index == 0
+
+    @property
+    def number(self) -> int | None:
+        """The index, for messages; None for a single process."""
+        return self.index if self.count > 1 else None
 
     def from_primary(self, make: Callable[[], DataProto]) -> DataProto:
         """Process 0 calls `make`; every process returns its result, or raises its error."""
@@ -74,6 +80,10 @@ class Job:
         self.from_primary(make)
         return results[0] if results else None
 
+    def await_primary(self) -> None:
+        """Returns when process 0 has called this too."""
+        self.on_primary(lambda: None)
+
     def preempted(self) -> bool:
         """Whether the job must stop because one of its hosts received SIGTERM.
 
@@ -83,7 +93,8 @@ class Job:
         return multihost.reached_preemption(self._preemption_checks)
 
     def _receive(self) -> DataProto:
-        message = DataProto.from_bytes(self._broadcast(b""))
+        with STATUS.waiting():
+            message = DataProto.from_bytes(self._broadcast(b""))
         if _FAILURE in message.meta_info:
             text, code = message.meta_info[_FAILURE]
             raise Stopped(f"error: {text}", code)
@@ -136,7 +147,8 @@ def joined(settings: DistributedSettings) -> Iterator[Job]:
 def _exit_together(error: BaseException) -> None:
     """Returns if all processes are about to exit; otherwise exits at once, so others detect it."""
     try:
-        barrier(_EXIT_BARRIER_S)
+        # A barrier of its own: a process that has not failed may be waiting at the next one.
+        barrier(_EXIT_BARRIER_S, "exit")
     except jax.errors.JaxRuntimeError:
         code = report_error(error)
         sys.stdout.flush()
@@ -153,7 +165,7 @@ def cluster_found(environment: Mapping[str, str], tpu: bool) -> str | None:
 
     `tpu` is whether this machine has TPU chips, whose runtime knows the hosts of its pod.
     """
-    several = lambda name: int(environment.get(name) or 1) > 1
+    several = lambda name: _number(environment, name) not in (None, 1)
     if environment.get("JAX_COORDINATOR_ADDRESS"):
         return "JAX_COORDINATOR_ADDRESS"
     if several("SLURM_NTASKS") and "SLURM_STEP_NODELIST" in environment:
@@ -179,13 +191,14 @@ def connect(settings: DistributedSettings) -> bool:
     wanted = settings.mode == "on" or any(value is not None for value in given) or found
     if settings.mode == "off" or not wanted:
         return False
-    if settings.coordinator is not None:
-        _check_address(settings.coordinator)
+    coordinator = settings.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if coordinator:
+        _check_address(coordinator)
     # The collectives between CPU processes; other platforms ignore this option.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
-            settings.coordinator,
+            coordinator,
             _given(settings.processes, "JAX_NUM_PROCESSES"),
             _given(settings.process_id, "JAX_PROCESS_ID"),
             initialization_timeout=int(settings.connect_s),
@@ -206,14 +219,20 @@ def _check_address(coordinator: str) -> None:
     host, _, port = coordinator.rpartition(":")
     try:
         socket.getaddrinfo(host.strip("[]"), port)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"distributed.coordinator = {coordinator!r}: {error.strerror or error}"
+            f"distributed.coordinator = {coordinator!r}: {getattr(error, 'strerror', '') or error}"
         ) from None
 
 
 def _given(setting: int | None, variable: str) -> int | None:
     """The setting, or the environment variable; None lets JAX decide."""
-    if setting is None and variable in os.environ:
-        return int(os.environ[variable])
-    return setting
+    return setting if setting is not None else _number(os.environ, variable)
+
+
+def _number(environment: Mapping[str, str], variable: str) -> int | None:
+    """The number in an environment variable; None if it is not set."""
+    text = environment.get(variable)
+    if text and not (text.isascii() and text.isdecimal()):
+        raise ConfigError(f"the environment variable {variable} = {text!r} is not a number")
+    return int(text) if text else None

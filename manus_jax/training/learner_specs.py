@@ -5,6 +5,7 @@ Training creates the policy and critic from them; planning compiles them for oth
 
 import dataclasses
 import os
+from typing import Any
 
 import optax
 from jax.sharding import Mesh
@@ -14,11 +15,11 @@ from manus_jax.algorithms.recipes import RECIPES, Recipe, policy_loss
 from manus_jax.algorithms.reward_allocation import ALLOCATIONS
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.commands import TrainConfig
-from manus_jax.config.settings import AlgorithmSettings, DataSettings, OptimizerSettings
+from manus_jax.config.settings import AlgorithmSettings, DataSettings
 from manus_jax.learner import objectives
 from manus_jax.learner.learner import LearnerSpec
 from manus_jax.learner.mesh import check_batch, check_model
-from manus_jax.learner.optimizer import adamw, learning_rate
+from manus_jax.learner.optimizer import learning_rate, make_optimizer
 from manus_jax.learner.packing import RowShape
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Compute, Critic, Transformer, abstract_model, make_compute
@@ -54,14 +55,30 @@ def make_recipe(settings: AlgorithmSettings) -> Recipe:
     return recipe
 
 
+def check_lengths(config: TrainConfig) -> None:
+    """Raises ConfigError if an episode may be longer than a row."""
+    if config.rollout.max_total_tokens > config.data.max_length:
+        raise ConfigError(
+            f"rollout.max_total_tokens = {config.rollout.max_total_tokens} is more than "
+            f"data.max_length = {config.data.max_length}, the tokens that a row of a batch holds: "
+            f"set data.max_length = {-(-config.rollout.max_total_tokens // 128) * 128}, or use a "
+            "file of configs/hardware/, which sets it"
+        )
+
+
 def check_memory(
     arch: Architecture, data: DataSettings, mesh: Mesh, engine_bytes: float = 0.0
 ) -> None:
-    """Raises ConfigError if a model on CPU devices needs more memory than the machine has.
+    """Raises ConfigError if a model needs more memory than the devices have, whatever its batch.
 
-    Counts what an update needs at least: parameters, gradients, two moments, one activation of each
-    token, and the embedded engine. `plan` estimates the memory of accelerators.
+    Counts what an update needs at least: on CPU devices, which share the machine's memory,
+    parameters, gradients, two moments, one activation of each token, and the embedded engine; on an
+    accelerator its parts of the parameters and gradients in float32. `plan` says what is needed.
     """
+    limit = device_memory(mesh.devices.flat[0])
+    if limit is not None:
+        _check_device_memory(arch, mesh, limit)
+        return
     if mesh.devices.flat[0].platform != "cpu":
         return
     needed = 16.0 * arch.num_params + 4.0 * data.rows * data.max_length * arch.hidden_size
@@ -72,6 +89,27 @@ def check_memory(
             f"the run needs at least {needed / 2**30:.1f} GiB of memory, and this machine has "
             f"{available / 2**30:.1f} GiB: use a smaller model, or lower data.rows, "
             "data.max_length, engine.slots or rollout.max_total_tokens"
+        )
+
+
+def device_memory(device: Any) -> int | None:
+    """The bytes that JAX may allocate on an accelerator; None if the device does not tell."""
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None
+
+
+def _check_device_memory(arch: Architecture, mesh: Mesh, limit: int) -> None:
+    shards = mesh.shape["fsdp"] * mesh.shape["sequence"] * mesh.shape["tensor"]
+    state = 8 * arch.num_params
+    if state > shards * limit:
+        raise ConfigError(
+            f"{arch.num_params / 1e9:.1f} billion parameters and their gradients take "
+            f"{state / 2**30:.1f} GiB in float32, {state / shards / 2**30:.1f} GiB on each of the "
+            f"{shards} devices that share a copy of the model, and a device has "
+            f"{limit / 2**30:.1f} GiB: use at least {-(-state // limit)} devices or a smaller "
+            "model; `python -m manus_jax.plan` shows what fits"
         )
 
 
@@ -102,12 +140,13 @@ def policy_spec(config: TrainConfig, recipe: Recipe, arch: Architecture, mesh: M
             graphdef, policy_loss(recipe), temperature, with_entropy="entropy" in recipe.loss_fields
         ),
         lambda p, batch: objectives.log_probs_of(graphdef, p, batch, temperature)[0],
-        adamw(policy_lr(config), *_adam(config.optimizer)),
+        make_optimizer(policy_lr(config), config.optimizer),
         # The packing provides the mask and the segment ids, the model the entropy.
         tuple(f for f in recipe.loss_fields if f not in ("mask", "segment_ids", "entropy")),
         *_rows(config),
         aggregation=recipe.aggregation,
         norm_constant=config.algorithm.norm_constant,
+        optimizer_on_host=config.optimizer.state == "host",
     )
 
 
@@ -118,9 +157,10 @@ def critic_spec(config: TrainConfig, arch: Architecture, mesh: Mesh) -> LearnerS
         shapes,
         objectives.critic(graphdef, config.algorithm.cliprange_value),
         lambda p, batch: objectives.values_of(graphdef, p, batch),
-        adamw(lr, *_adam(config.optimizer)),
+        make_optimizer(lr, config.optimizer),
         ("values", "returns"),
         *_rows(config),
+        optimizer_on_host=config.optimizer.state == "host",
     )
 
 
@@ -131,10 +171,6 @@ def _compute(config: TrainConfig, arch: Architecture, mesh: Mesh) -> Compute:
     check_model(arch, mesh, implementation)
     check_batch(config.data.rows, config.data.max_length, mesh, implementation)
     return compute
-
-
-def _adam(opt: OptimizerSettings) -> tuple[float, float, float, float, float]:
-    return opt.weight_decay, opt.b1, opt.b2, opt.eps, opt.grad_clip
 
 
 def _rows(config: TrainConfig) -> tuple[RowShape, int, int]:

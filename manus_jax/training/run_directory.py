@@ -8,22 +8,29 @@ writes here. A lock prevents a second command from writing to the same directory
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.run_config import changed_settings
 from manus_jax.errors import UserError
-from manus_jax.files import remove_leftovers, write_atomically
+from manus_jax.files import (
+    CHECKSUMS,
+    lock_directory,
+    remove_leftovers,
+    remove_unfinished,
+    write_atomically,
+)
 from manus_jax.status import STATUS
 
+_METRICS_SHARE = 0.05  # of the time may be spent on writing metrics.jsonl
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
@@ -36,17 +43,21 @@ class RunDirectory:
         """Creates or opens `path`; raises if it contains a run with other settings."""
         self.path = Path(path).expanduser()
         self._metrics = self.path / "metrics.jsonl"
+        self._lines: list[str] | None = None  # of metrics.jsonl and what is not yet written to it
+        self._unwritten = False
+        self._write_at = 0.0
         self._writes = jax.process_index() == 0
         if not self._writes:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(self.path)
+            self._lock = lock_directory(self.path)
             for name in ("checkpoints", "export", "model", "trajectories", "warm_start"):
                 if (self.path / name).exists() and not (self.path / name).is_dir():
                     raise RunDirectoryError(f"{self.path / name} is not a directory")
                 remove_leftovers(self.path / name)
             remove_leftovers(self.path)
+            remove_unfinished(self.path / "export", CHECKSUMS)
             if self._metrics.exists() and not self._metrics.is_file():
                 raise RunDirectoryError(f"{self._metrics} is not a file")
             config = self.path / "config.gin"
@@ -64,7 +75,8 @@ class RunDirectory:
             raise RunDirectoryError(f"{config} is not a gin config: {error}") from None
         except OSError as error:
             raise RunDirectoryError(
-                f"run directory {self.path} cannot be written: {error}"
+                f"run directory {self.path} cannot be written: {error}; change its permissions or "
+                "choose another run_dir"
             ) from None
 
     @property
@@ -85,17 +97,41 @@ class RunDirectory:
         return self.path / "export" / str(step)
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Appends one line of JSON and flushes it to disk."""
+        """Adds a line of JSON to the file, at once or, if writing it takes long, after a while.
+
+        The file is replaced, because a mounted bucket cannot append to one.
+        """
         if not self._writes:
             return
         STATUS.metrics = dict(metrics)
-        with self._metrics.open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        if self._lines is None:
+            self._lines = [json.dumps(line) + "\n" for line in self.metrics()]
+        self._lines.append(json.dumps(metrics) + "\n")
+        self._unwritten = True
+        if time.monotonic() >= self._write_at:
+            self.flush_metrics()
+
+    def flush_metrics(self) -> None:
+        """Writes all metrics to disk; required before a checkpoint of the same steps."""
+        if not self._unwritten:
+            return
+        assert self._lines is not None
+        began = time.monotonic()
+        write_atomically(self._metrics, "".join(self._lines))
+        self._unwritten = False
+        self._write_at = began + (time.monotonic() - began) / _METRICS_SHARE
+
+    @contextlib.contextmanager
+    def flushing_metrics(self) -> Iterator[None]:
+        """Writes all metrics to disk at the end of the block."""
+        try:
+            yield
+        finally:
+            self.flush_metrics()
 
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics of all readable lines."""
+        self.flush_metrics()
         if not self._metrics.exists():
             return []
         return [line for line in map(_metrics_line, _lines(self._metrics)) if line is not None]
@@ -114,8 +150,8 @@ class RunDirectory:
                 copy = self._metrics.with_name("metrics.damaged.jsonl")
                 shutil.copy2(self._metrics, copy)
                 print(f"{self._metrics} has {bad} damaged lines; a copy of it is {copy}")
-        kept = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
-        write_atomically(self._metrics, "".join(kept))
+        self._lines = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
+        write_atomically(self._metrics, "".join(self._lines))
 
 
 def _lines(path: Path) -> list[str]:
@@ -132,20 +168,6 @@ def _metrics_line(line: str) -> dict[str, Any] | None:
     return metrics if has_step else None
 
 
-def _lock(path: Path) -> TextIO:
-    """An open file with an exclusive lock, which is released when the process ends."""
-    file = (path / ".lock").open("a")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise RunDirectoryError(
-                f"another process is using {path}: wait until it ends, or choose another run_dir"
-            ) from None
-        # The file system does not support locks, so other processes cannot be detected.
-    return file
-
-
 _RESUME = (
     "Saved checkpoints are intact: free some space, and the same command resumes from the last"
 )
@@ -156,6 +178,8 @@ def disk_errors(path: Path, advice: str = _RESUME) -> Iterator[None]:
     """Converts disk errors in the block, such as a full disk, to a one-line RunDirectoryError."""
     try:
         yield
+    except UserError:  # it says what is wrong
+        raise
     except Exception as error:  # libraries wrap the OSError or only include its message
         reason = _disk_reason(error)
         if reason is None:

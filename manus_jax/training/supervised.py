@@ -21,7 +21,7 @@ from manus_jax.errors import Stopped
 from manus_jax.learner import objectives
 from manus_jax.learner.learner import Learner, LearnerSpec
 from manus_jax.learner.mesh import check_batch, check_model, make_mesh, param_shardings
-from manus_jax.learner.optimizer import adamw, learning_rate
+from manus_jax.learner.optimizer import learning_rate, make_optimizer
 from manus_jax.learner.packing import PackingError, RowShape
 from manus_jax.learner.update import require_finite
 from manus_jax.models import huggingface, loading
@@ -76,11 +76,12 @@ def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
         shapes,
         objectives.supervised(graphdef),
         lambda p, batch: objectives.log_probs_of(graphdef, p, batch)[0],
-        adamw(lr, opt.weight_decay, opt.b1, opt.b2, opt.eps, opt.grad_clip),
+        make_optimizer(lr, opt),
         (),
         RowShape(data.rows, data.max_length),
         micro_batches,
         micro_batches,
+        optimizer_on_host=opt.state == "host",
     )
     params = source.load(param_shardings(shapes, mesh))
     require_finite(params, f"the model {config.model.path or 'from scratch'}")
@@ -113,6 +114,7 @@ def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
     last: dict[str, float] = dict(unigram)
     failures = FailureBudget(sft.max_bad_updates)
     with (
+        directory.flushing_metrics(),
         stop_requests("stopping after this update; once more stops at once", job) as stop,
         ProgressLine("sft", sft.total_steps, start) as line,
     ):
@@ -155,6 +157,7 @@ def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
             last |= metrics
             stopping = stop.after_step()
             if step % sft.save_freq == 0 or step == sft.total_steps or stopping:
+                directory.flush_metrics()
                 checkpoints.save(step, {"policy": learner.state}, {"mixture": cursor})
             shown = {"loss": last["train/loss"], "tokens/s": last["perf/tokens_per_s"]}
             if "val/loss" in last:
@@ -164,9 +167,10 @@ def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
                 checkpoints.close()
                 raise Stopped.after(step, sft.total_steps, stop.exit_code)
     checkpoints.close()
+    job.await_primary()  # which completes the checkpoint that others may read next
     require_updates(learner.state, sft.total_steps)
     export = directory.export(sft.total_steps)
-    if sft.export and not export.exists():
+    if sft.export and not huggingface.is_complete(export):
         require_finite(learner.state.params, "the trained model")
         params = gather_to_host(learner.state.params, job.primary)
         job.on_primary(lambda: huggingface.save_hf(params, card, export))

@@ -11,11 +11,13 @@ Every process of a job runs this loop on the same batch. Process 0 also runs the
 the run directory.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 import optax
 from rich.markup import escape
@@ -30,7 +32,7 @@ from manus_jax.errors import Stopped
 from manus_jax.learner.learner import Learner, Reference
 from manus_jax.learner.packing import add_packing
 from manus_jax.learner.update import require_finite
-from manus_jax.models.huggingface import ModelCard, save_hf
+from manus_jax.models.huggingface import ModelCard, is_complete, save_hf
 from manus_jax.progress import ProgressLine
 from manus_jax.reporting.page import write_report
 from manus_jax.rollout.batch import RewardAllocation, to_batch
@@ -137,6 +139,7 @@ class Trainer:
         start = self._restore()
         last: dict[str, float] = {}
         with (
+            self.directory.flushing_metrics(),
             stop_requests("stopping after this step; once more stops at once", self.job) as stop,
             ProgressLine("train", train.total_steps, start) as line,
             open_sinks(train, self.directory, start) as log,
@@ -156,7 +159,8 @@ class Trainer:
                 return last
             stop.after_step()
             for step in range(start + 1, train.total_steps + 1):
-                metrics, error = self.step(step, timer)
+                with self._profiled(step):
+                    metrics, error = self.step(step, timer)
                 metrics["training/global_step"] = float(step)
                 if warning := self.failures.after_step(metrics, error):
                     line.say(escape(f"step {step}: {warning}"))
@@ -194,7 +198,7 @@ class Trainer:
     def export(self) -> None:
         """Writes the final policy as a Hugging Face directory, unless it already exists."""
         export = self.directory.export(self.train.total_steps)
-        if not export.exists():
+        if not is_complete(export):
             require_finite(self.policy.state.params, "the trained model")
             params = gather_to_host(self.policy.state.params, self.job.primary)
             card = ModelCard.load(self.directory.model)
@@ -206,8 +210,7 @@ class Trainer:
 
         def update() -> dict[str, float]:
             assert self.rollouts is not None
-            self.rollouts.engine.update_weights(params, version)
-            STATUS.version = version
+            self.rollouts.publish(params, version)
             metrics = {f"engine/{k}": float(v) for k, v in self.rollouts.engine.metrics().items()}
             counters = self.rollouts.pool.counters()
             return metrics | {f"env_pool/{k}": float(v) for k, v in counters.items()}
@@ -225,7 +228,7 @@ class Trainer:
         batch.meta_info["error"] = first_error(groups.outcomes)
         if self.recipe.needs_greedy_baseline and groups.episodes:
             with timer.phase("gen_greedy"):
-                greedy = self.rollouts.greedy_rewards(step, groups.episodes)
+                greedy = self.rollouts.greedy_rewards(step, groups)
             host = batch.non_tensor_batch
             # If the greedy episode failed, the baseline is the episode's own reward.
             rewards = [
@@ -252,6 +255,7 @@ class Trainer:
     def _validate(self, step: int, baselines: Sequence[str] = ()) -> dict[str, float]:
         def validate() -> DataProto:
             assert self.rollouts is not None
+            self.rollouts.wait_published()
             metrics: dict[str, float] = {}
             for name in baselines:
                 baseline = self.rollouts.evaluate(name)
@@ -265,8 +269,24 @@ class Trainer:
 
         return self.job.from_primary(validate).meta_info["metrics"]
 
+    @contextlib.contextmanager
+    def _profiled(self, step: int) -> Iterator[None]:
+        """Writes a trace of the block if the step is one of `train.profile_steps`."""
+        if step not in self.train.profile_steps:
+            yield
+            return
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # a rollout makes too many calls
+        folder = self.directory.path / "profile" / str(step)
+        with (
+            jax.profiler.trace(folder, create_perfetto_trace=True, profiler_options=options),
+            jax.profiler.StepTraceAnnotation("train", step_num=step),
+        ):
+            yield
+
     def _report(self, line: ProgressLine) -> None:
         if self.job.primary:
+            self.directory.flush_metrics()
             write_report_or_say_why(self.directory.path, line)
 
     @functools.cached_property
@@ -277,11 +297,12 @@ class Trainer:
     def _save(self, step: int, metrics: dict[str, float]) -> None:
         rates = [v for k, v in metrics.items() if k.startswith("val/") and k.endswith("/score")]
         host = {
-            "mixture": self.rollouts.mixture.state() if self.rollouts is not None else {},
+            "rollouts": self.rollouts.state() if self.rollouts is not None else {},
             "kl_controller": {"coef": self.kl.coef},
             "metrics": metrics,  # the run may be killed before they are appended to metrics.jsonl
         }
         states = {name: learner.state for name, learner in self._learners.items()}
+        self.directory.flush_metrics()
         self.checkpoints.save(step, states, host, float(np.mean(rates)) if rates else None)
 
     def _restore(self) -> int:
@@ -294,7 +315,7 @@ class Trainer:
                 learner.state = states[name]
             self.kl = dataclasses.replace(self.kl, coef=host["kl_controller"]["coef"])
             if self.rollouts is not None:
-                self.rollouts.mixture.restore(host["mixture"])
+                self.rollouts.restore(host["rollouts"], start)
             self.update_engine(start)
         self.directory.forget_metrics_after(start or -1)
         if start and all(line["step"] != start for line in self.directory.metrics()):

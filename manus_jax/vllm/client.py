@@ -114,7 +114,8 @@ class VllmServer:
         if context < max_length:
             raise IncompatibleServer(
                 f"{self.url} has a context of {context} tokens and {max_length} are needed: "
-                f"start it with --max-model-len {max_length}"
+                f"start it with --max-length {max_length}, or set rollout.max_total_tokens = "
+                f"{context}"
             )
         if push and not takes_weights:
             raise IncompatibleServer(

@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from manus_jax.config.server_settings import VllmSettings
 from manus_jax.engines.protocol import EngineError
+from manus_jax.models.architecture import Architecture
 from manus_jax.models.huggingface import ModelCard
 from manus_jax.servers.processes import (
     ServerCommand,
@@ -29,6 +31,7 @@ from manus_jax.servers.processes import (
 from manus_jax.status import STATUS
 from manus_jax.vllm.access import KEY_VARIABLE, read_api_key
 from manus_jax.vllm.addresses import AddressFollower, read_addresses
+from manus_jax.vllm.client import IncompatibleServer, ServerFailure, VllmServer
 from manus_jax.vllm.gpu_partition import group_gpus, split_gpus, visible_gpus
 from manus_jax.vllm.pool import VllmPool
 from manus_jax.vllm.server_process import is_cpu_build, vllm_python
@@ -63,7 +66,9 @@ def open_vllm(
         if settings.push:
             assert card is not None
             root = _weights_root(settings, resources)
-            publisher = Publisher(root / "versions", card, snapshot_every=settings.snapshot_every)
+            publisher = Publisher(
+                root / "versions", card, snapshot_every=settings.snapshot_every, background=True
+            )
             resources.callback(publisher.close)
             first = publisher.publish(params, 0)
             assert first is not None
@@ -105,6 +110,48 @@ def open_vllm(
     if follower is not None:
         follower.start(pool.add_server, pool.remove_server)
     return pool
+
+
+def check_servers(settings: Any, max_length: int, model: Architecture | None) -> None:
+    """Raises, before any weights are loaded, if servers elsewhere cannot be used.
+
+    The directory of the weights must be writable. Servers that do not answer yet are waited for
+    later; if some answer, one of them must have the context, the plug-in and the model. Settings of
+    other engines, and servers started here, are not checked.
+    """
+    if not isinstance(settings, VllmSettings):
+        return
+    if settings.weights_dir is not None:
+        _require_writable(Path(settings.weights_dir))
+    urls = list(settings.urls)
+    if settings.address_file is not None and Path(settings.address_file).exists():
+        urls = read_addresses(Path(settings.address_file))
+    api_key, refusal = read_api_key(None), None
+    for url in urls:
+        server = VllmServer(url, settings, api_key)
+        try:
+            server.examine(max_length, settings.push, model)
+            return
+        except IncompatibleServer as error:
+            refusal = refusal or error
+        except ServerFailure:
+            continue
+        finally:
+            server.close()
+    if refusal is not None:
+        raise EngineError(f"none of the {len(urls)} vLLM servers can be used: {refusal}")
+
+
+def _require_writable(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise EngineError(
+            f"vllm.weights_dir {directory} cannot be written on the host {socket.gethostname()} by "
+            f"the user {os.getuid()} ({error.strerror}): change its permissions or set another one"
+        ) from None
 
 
 def supervise(

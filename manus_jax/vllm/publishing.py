@@ -9,7 +9,7 @@ from manus_jax.config.server_settings import VllmSettings
 from manus_jax.models import orbax_params
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.huggingface import ModelCard
-from manus_jax.models.loading import load_step
+from manus_jax.models.loading import open_step
 from manus_jax.models.orbax_params import CheckpointError
 from manus_jax.vllm.access import read_api_key
 from manus_jax.vllm.client import IncompatibleServer, ServerFailure, VllmServer
@@ -71,15 +71,22 @@ def publish_run(
             if publisher is None:
                 existing = _published_already(to, version, card)
                 publisher = Publisher(to, card, snapshot_every=snapshot_every)
-                if existing is not None:
-                    yield existing
-                    continue
+            else:
+                existing = None
             try:
-                params = load_step(step_dir, card)
+                params = open_step(step_dir, card)
             except CheckpointError:
                 if poll is not None and not step_dir.exists():
                     continue  # the run has removed it in favour of a newer one
                 raise
+            if existing is not None:
+                if not publisher.holds(params, version):
+                    raise WeightsError(
+                        f"version {version} in {to} has other weights than {step_dir}, so another "
+                        "run has published there: publish to another directory"
+                    )
+                yield existing
+                continue
             yield publisher.publish(params, version)
     finally:
         if publisher is not None:

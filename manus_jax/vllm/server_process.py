@@ -26,6 +26,7 @@ from manus_jax.vllm.client import BadAnswer, IncompatibleServer, ServerFailure, 
 from manus_jax.vllm.gpu_partition import ORDER_VARIABLE, VISIBLE_VARIABLE
 from manus_jax.vllm.plugin import BACKEND
 from manus_jax.weights.manifest import SNAPSHOT, WeightsError, published_versions, version_directory
+from manus_jax.weights.shared_mirror import remove_unused_mirrors
 
 _log = logging.getLogger(__name__)
 PYTHON_VARIABLE = "MANUS_JAX_VLLM_PYTHON"
@@ -51,8 +52,9 @@ def model_directory(path: Path, max_length: int | None) -> Path:
     Raises WeightsError for a model that vLLM cannot load with that many tokens.
     """
     numbers = reversed(published_versions(path))
-    snapshots = [version_directory(path, number) / SNAPSHOT for number in numbers]
-    found = next((d for d in (path, *snapshots) if (d / "config.json").is_file()), None)
+    snapshots = (version_directory(path, number) / SNAPSHOT for number in numbers)
+    complete = (snapshot for snapshot in snapshots if (snapshot / CHECKSUMS).exists())
+    found = next((d for d in (path, *complete) if (d / "config.json").is_file()), None)
     if found is None:
         raise WeightsError(
             f"{path} is neither a Hugging Face directory (no config.json) nor one with published "
@@ -213,6 +215,7 @@ def run_server(
     except subprocess.TimeoutExpired:
         process.kill()
         code = process.wait()
+    remove_unused_mirrors()  # vLLM's workers do not always end in an orderly way
     return 128 + signals[0] if signals else code
 
 

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="import-not-found, import-untyped, misc"
 """Loads published versions into a running vLLM; runs in each of its workers.
 
-A worker holds a mirror of the weights under their Hugging Face names. `fetch_weights` starts a
-thread that brings the mirror to a version, so that reading and checking do not delay generation,
-and damaged files never reach the model. During vLLM's update (start, update, finish) the mirror is
-loaded through the model's own loaders, which fuse, shard and lay out tensors. All tensors are
-loaded, because vLLM would leave the rest of a fused tensor empty.
+The workers of a machine share a mirror of the weights under their Hugging Face names.
+`fetch_weights` starts a thread that brings the mirror to a version, so that reading and checking do
+not delay generation, and damaged files never reach the model. During vLLM's update (start, update,
+finish) the mirror is loaded through the model's own loaders, which fuse, shard and lay out tensors.
+All tensors are loaded, because vLLM would leave the rest of a fused tensor empty.
 
 On CPU this is slow, since every matrix is repacked, so the thread also loads a staged copy of the
 model, and the update only copies it over. The server then holds the weights twice, unless
@@ -39,7 +39,8 @@ from vllm.model_executor.model_loader.reload import (
 
 from manus_jax.vllm.plugin import register
 from manus_jax.weights.manifest import Identity, TensorSpec, WeightsError
-from manus_jax.weights.mirror import Mirror
+from manus_jax.weights.mirror import TensorStore
+from manus_jax.weights.shared_mirror import SharedMirror
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -71,7 +72,8 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         self._stages = wanted and self.device.type == "cpu"
         self._staged_model: torch.nn.Module | None = None
         self._is_staged = False  # the staged model holds the mirror's version
-        self._mirror: Mirror | None = None
+        self._mirror: SharedMirror | None = None
+        self._held: Identity | None = None  # the version that was fetched
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
 
@@ -89,13 +91,16 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
     def _fetch(self, directory: Path, number: int) -> None:
         try:
-            if self._mirror is None:
-                self._mirror = Mirror()
+            if self._mirror is None or self._mirror.root != directory:
+                self._close_mirror()
+                self._mirror = SharedMirror(directory)
             self._mirror.advance(directory, number)
+            self._held = self._mirror.held
             if self._stages:
                 if self._staged_model is None:
                     self._staged_model = _copy_of(self.model)
-                self._load_into(self._staged_model)
+                with self._mirror.reading(self._held) as store:
+                    self._load_into(self._staged_model, store)
                 self._is_staged = True
         except (WeightsError, OSError) as error:
             self._problem = str(error)
@@ -103,9 +108,9 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             self._problem, self._staged_model = repr(error), None
 
     def fetched(self) -> dict[str, Any]:
-        """Whether a fetch is `busy`, its `error`, the version `held` by the mirror, and whether it
-        is `staged`, so that the pause only copies it."""
-        held = None if self._mirror is None else self._mirror.held
+        """Whether a fetch is `busy`, its `error`, the version `held`, and whether it is `staged`:
+        then the pause only copies it."""
+        held = self._held
         return {
             "busy": self._thread is not None and self._thread.is_alive(),
             "error": self._problem,
@@ -124,29 +129,33 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         wanted = Identity(update_info.number, update_info.id)
         state = self.fetched()
-        if self._mirror is None or state["busy"] or self._mirror.held != wanted:
+        if self._mirror is None or state["busy"] or self._held != wanted:
             raise ValueError(f"version {wanted.number} was not fetched before its update: {state}")
         if self._staged_model is not None and self._is_staged:
             _copy_into(self.model, self._staged_model)
         else:
-            self._load_into(self.model)
+            with self._mirror.reading(wanted) as store:
+                self._load_into(self.model, store)
 
     def finish_weight_update(self) -> None:
         pass
 
     @torch.no_grad()
-    def _load_into(self, model: Any) -> None:
-        assert self._mirror is not None
+    def _load_into(self, model: Any, store: TensorStore) -> None:
         initialize_layerwise_reload(model)
-        model.load_weights(_tensors(self._mirror))
+        model.load_weights(_tensors(store))
         finalize_layerwise_reload(model, self.model_config)
         if self.device.type == "cpu":
             _repack_heads(model)
 
     def shutdown(self) -> None:
+        self._staged_model = None
+        self._close_mirror()
+
+    def _close_mirror(self) -> None:
         if self._mirror is not None:
             self._mirror.close()
-            self._mirror = self._staged_model = None
+            self._mirror = None
 
 
 class WeightsWorker:
@@ -166,10 +175,9 @@ class WeightsWorker:
         return json.loads(config.to_json_string(use_diff=False))
 
 
-def _tensors(mirror: Mirror) -> Iterator[tuple[str, torch.Tensor]]:
-    assert mirror.store is not None
-    for name, spec in mirror.store.specs.items():
-        yield name, as_tensor(mirror.store.raw(name), spec)
+def _tensors(store: TensorStore) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, spec in store.specs.items():
+        yield name, as_tensor(store.raw(name), spec)
 
 
 def as_tensor(raw: np.ndarray, spec: TensorSpec) -> torch.Tensor:

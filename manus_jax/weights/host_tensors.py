@@ -7,7 +7,6 @@ at a time. With several processes `gather_to_host` collects the parameters on pr
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from manus_jax.models.disk_params import host_tensor
 from manus_jax.models.huggingface import ModelCard, tensor_map
 from manus_jax.weights.manifest import TensorSpec
 
@@ -43,13 +43,7 @@ def host_bytes(params: Any, source: Source) -> np.ndarray:
     array: Any = params
     for key in source.path:
         array = array[key]
-    dtype = _DTYPES[source.spec.dtype]
-    if isinstance(array, np.ndarray):
-        tensor = (array if source.layer is None else array[source.layer]).astype(dtype, copy=False)
-    else:
-        tensor = np.empty(source.spec.shape, dtype)
-        for where, piece in _pieces(array, source.layer):
-            tensor[where] = np.asarray(_cast(piece, dtype))
+    tensor = host_tensor(array, source.layer, _DTYPES[source.spec.dtype])
     return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
 
 
@@ -81,31 +75,11 @@ def _mesh(array: jax.Array) -> Any:
     return array.sharding.mesh
 
 
-def _pieces(array: jax.Array, layer: int | None) -> Iterator[tuple[Any, jax.Array]]:
-    for shard in array.addressable_shards:
-        if shard.replica_id != 0:
-            continue
-        if layer is None:
-            yield shard.index, shard.data
-            continue
-        first, last, _ = shard.index[0].indices(array.shape[0])
-        if first <= layer < last:
-            yield shard.index[1:], _layer_of(shard.data, layer - first)
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
-def _cast(piece: jax.Array, dtype: Any) -> jax.Array:
-    return piece.astype(dtype)
-
-
-@jax.jit
-def _layer_of(stack: jax.Array, layer: int) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
-
-
 @functools.cache
 def _replicate(mesh: jax.sharding.Mesh, stacked: bool) -> Any:
     def replicate(array: jax.Array, layer: int) -> jax.Array:
-        return _layer_of(array, layer) if stacked else array
+        if not stacked:
+            return array
+        return jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
 
     return jax.jit(replicate, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -1,15 +1,16 @@
 """A local copy of the published weights, updated from version to version with deltas.
 
 vLLM workers and restarted publishers keep a mirror: all tensors in one memory-mapped local file.
-An update first reads and verifies everything and only then modifies the copy, so a damaged file, a
-missing base or a version pruned while it is read leaves the mirror unchanged.
+An update first reads and verifies everything, on several threads, and only then modifies the copy,
+so a damaged file, a missing base or a version pruned while it is read leaves the mirror unchanged.
 """
 
 import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +29,16 @@ from manus_jax.weights.manifest import (
 )
 from manus_jax.weights.tensor_file import TensorFileReader
 
+THREADS = min(8, os.cpu_count() or 1)
+
 
 class TensorStore:
-    """Tensors by name in one memory-mapped file. The file is unlinked, so it disappears with the
-    process, even if that is killed."""
+    """Tensors by name in one memory-mapped file: `path`, or one in `directory` without a name. The
+    latter disappears with the process, even if that is killed."""
 
-    def __init__(self, specs: Mapping[str, TensorSpec], directory: Path) -> None:
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], directory: Path, path: Path | None = None
+    ) -> None:
         self.specs = dict(specs)
         self._offsets: dict[str, int] = {}
         total = 0
@@ -42,7 +47,11 @@ class TensorStore:
             total += -(-spec.nbytes // 8) * 8
         total = max(1, total)
         try:
-            with tempfile.TemporaryFile(prefix="weights-", dir=directory) as file:
+            with (
+                tempfile.TemporaryFile(prefix="weights-", dir=directory)
+                if path is None
+                else os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+            ) as file:
                 # Reserving blocks now avoids a crash on a full disk when a mapped page is written.
                 os.posix_fallocate(file.fileno(), 0, total)
                 self._raw = np.memmap(file, np.uint8, "r+", shape=(total,))
@@ -62,7 +71,7 @@ class TensorStore:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Changes:
+class Changes:
     """A verified delta in memory: complete tensors, and positions with values."""
 
     whole: Mapping[str, np.ndarray]
@@ -98,23 +107,26 @@ class Mirror:
         store = self.store if snapshot is None else self._load(root, snapshot)
         assert store is not None
         changes = [_read_delta(root, manifest, store) for manifest in deltas]
-        changed = frozenset(store.specs) if snapshot is not None else frozenset[str]()
-        for change in changes:
-            changed |= change.apply(store)
+        changed = self._apply(changes, store)
         self.store = store
         self.held = (deltas[-1] if deltas else snapshot).identity  # type: ignore[union-attr]
-        return changed
+        return changed if snapshot is None else frozenset(store.specs)
 
     def close(self) -> None:
         self.held = self.store = None
 
     def _load(self, root: Path, manifest: Manifest) -> TensorStore:
-        store = TensorStore(manifest.tensors, self.directory)
+        store = self._new_store(manifest.tensors)
         path = version_directory(root, manifest.identity.number) / FULL
         with TensorFileReader(path, manifest.files[FULL]) as file:
-            for name in manifest.tensors:
-                store.raw(name)[:] = file.read(name)
+            _for_each(lambda name: file.read_into(name, store.raw(name)), manifest.tensors)
         return store
+
+    def _new_store(self, specs: Mapping[str, TensorSpec]) -> TensorStore:
+        return TensorStore(specs, self.directory)
+
+    def _apply(self, changes: Sequence[Changes], store: TensorStore) -> frozenset[str]:
+        return frozenset[str]().union(*(change.apply(store) for change in changes))
 
 
 def plan(
@@ -162,7 +174,19 @@ def plan(
     return snapshot, chain
 
 
-def _read_delta(root: Path, manifest: Manifest, store: TensorStore) -> _Changes:
+def _for_each(work: Callable[[str], None], names: Iterable[str]) -> None:
+    """Calls `work` with all names, each thread with its share of them."""
+    listed = list(names)
+
+    def share(first: int) -> None:
+        for name in listed[first::THREADS]:
+            work(name)
+
+    with ThreadPoolExecutor(THREADS, "weights") as threads:
+        list(threads.map(share, range(THREADS)))
+
+
+def _read_delta(root: Path, manifest: Manifest, store: TensorStore) -> Changes:
     if manifest.tensors != store.specs:
         raise WeightsError(
             f"version {manifest.identity.number} in {root} has different tensors than its base"
@@ -171,7 +195,9 @@ def _read_delta(root: Path, manifest: Manifest, store: TensorStore) -> _Changes:
     whole: dict[str, np.ndarray] = {}
     sparse: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     with TensorFileReader(path, manifest.files[DELTA]) as file:
-        for name, spec in manifest.tensors.items():
+
+        def read(name: str) -> None:
+            spec = manifest.tensors[name]
             if name in file:
                 whole[name] = file.read(name)
             elif name + delta.GAPS in file:
@@ -180,7 +206,9 @@ def _read_delta(root: Path, manifest: Manifest, store: TensorStore) -> _Changes:
                 values = delta.elements(file.read(name + delta.VALUES), spec)
                 positions = delta.positions_of(delta.Sparse(gaps, values), spec, name)
                 sparse[name] = (positions, values)
-    return _Changes(whole, sparse)
+
+        _for_each(read, manifest.tensors)
+    return Changes(whole, sparse)
 
 
 def newest(root: Path) -> Identity | None:

@@ -5,6 +5,7 @@ a complete model. The writer therefore reserves space for the header, appends te
 arrive, and writes the header last, padded with the spaces that the format allows.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterable
@@ -20,6 +21,21 @@ _ENTRY_ROOM = 160  # bytes of JSON for a type, a shape of five numbers and two o
 _METADATA = {"format": "pt"}
 
 
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A tensor for a file: a contiguous array and the checksum of its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+    checksum: str
+
+    @classmethod
+    def of(cls, name: str, dtype: str, shape: tuple[int, ...], data: np.ndarray) -> "Entry":
+        return cls(name, dtype, shape, data, checksum(data.reshape(-1).view(np.uint8)))
+
+
 class TensorFileWriter:
     """Writes a safetensors file; `names` are the entries that may be added."""
 
@@ -32,13 +48,15 @@ class TensorFileWriter:
         self._file = path.open("wb")
         self._file.seek(_LENGTH_BYTES + self._header_bytes)
 
-    def add(self, name: str, dtype: str, shape: tuple[int, ...], data: np.ndarray) -> None:
-        """Appends the bytes of `data`, a contiguous array, as an entry."""
-        raw = data.reshape(-1).view(np.uint8)
+    def add(self, entry: Entry) -> None:
+        raw = entry.data.reshape(-1).view(np.uint8)
         self._file.write(raw.data)
-        offsets = [self._offset, self._offset + raw.nbytes]
-        self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
-        self._checksums[name] = checksum(raw)
+        self._entries[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [self._offset, self._offset + raw.nbytes],
+        }
+        self._checksums[entry.name] = entry.checksum
         self._offset += raw.nbytes
 
     def finish(self) -> FileRecord:
@@ -100,15 +118,28 @@ class TensorFileReader:
 
     def read(self, name: str) -> np.ndarray:
         """The bytes of an entry, `[bytes]`, with its checksum verified."""
+        begin, end = self._span(name)
+        raw = np.empty(end - begin, np.uint8)
+        self.read_into(name, raw)
+        return raw
+
+    def read_into(self, name: str, raw: np.ndarray) -> None:
+        """Like `read`, into an array. Threads may read at the same time."""
+        begin, end = self._span(name)
+        got = 0
+        while got < raw.nbytes:  # one call reads at most 2 GiB
+            count = os.preadv(self._file.fileno(), [raw.data[got:]], self._start + begin + got)
+            if count == 0:
+                break
+            got += count
+        if got != end - begin or checksum(raw) != self._record.entries.get(name):
+            raise self._damaged(name)
+
+    def _span(self, name: str) -> tuple[int, int]:
         if name not in self._entries:
             raise WeightsError(f"{self._path} has no {name}")
         begin, end = self._entries[name]["data_offsets"]
-        raw = np.empty(end - begin, np.uint8)
-        self._file.seek(self._start + begin)
-        got = self._file.readinto(raw.data)
-        if got != raw.nbytes or checksum(raw) != self._record.entries.get(name):
-            raise self._damaged(name)
-        return raw
+        return begin, end
 
     def _damaged(self, what: str) -> WeightsError:
         return WeightsError(

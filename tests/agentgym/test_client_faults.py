@@ -51,6 +51,8 @@ def step(observation: object = "x", reward: object = 0, done: object = False) ->
         (step(reward=float("nan")), FailureKind.MALFORMED, "reward is nan"),
         (PAGE, FailureKind.NOT_AGENTGYM, "HTML instead of JSON"),
         (Reply("[" * 100_000), FailureKind.MALFORMED, "broken JSON"),
+        # A string of quotes that never ends; time must not grow with its square.
+        (Reply("[" * 101 + '"' + '\\"' * 10**6), FailureKind.MALFORMED, "broken JSON"),
         (Reply("[" * 5000 + "]" * 5000), FailureKind.MALFORMED, "broken JSON"),
         (Reply('{"a":' * 5000 + "1" + "}" * 5000), FailureKind.MALFORMED, "broken JSON"),
         (Reply("[" * 90 + "]" * 90), FailureKind.MALFORMED, "no 'observation'"),
@@ -450,3 +452,24 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 def test_an_unknown_environment_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown environment 'textcarft'; did you mean"):
         environment("textcarft")
+
+
+@pytest.mark.parametrize("name", ["sciworld", "alfworld", "wordle"])
+def test_a_first_observation_that_is_no_text_is_malformed(name: str) -> None:
+    row = ENVIRONMENTS[name]
+    answers = {
+        "create": {"id": 3},
+        "reset": {"observation": 3, "task_description": "x", "available_actions": ["look"]},
+        "filtered_vocab": ["arise"],
+    }
+
+    def server(method: str, path: str, body: object) -> Reply:
+        route = path.removeprefix(row.prefix).strip("/").partition("?")[0]
+        return Reply(json.dumps(answers[route]))
+
+    with serving(server) as url:
+        session = Session(row, url)
+        session.create()
+        with pytest.raises(EnvironmentFailure) as caught:
+            session.reset(0)
+        assert caught.value.kind is FailureKind.MALFORMED

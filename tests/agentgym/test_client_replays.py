@@ -1,9 +1,10 @@
 """The client plays against what AgentGym's real servers answered."""
 
 import json
+from typing import Any
 
 import pytest
-from scripted_servers import TRANSCRIPTS, recorded, serving
+from scripted_servers import TRANSCRIPTS, Reply, recorded, serving
 
 from manus_jax.agentgym.client import Session
 from manus_jax.agentgym.connection import server_root
@@ -98,7 +99,18 @@ def test_sciworld_first_observation_is_the_task_and_the_room() -> None:
 
 
 def test_sqlgym_plays_one_step_episodes_on_one_session() -> None:
-    with serving(recorded("sqlgym")) as url:
+    answer, shown = recorded("sqlgym"), [Reply("")]
+
+    def server(method: str, path: str, body: Any) -> Reply:
+        # Recorded after a reset of item 0 only; the server shows the question of the last reset.
+        if path.startswith("/observation"):
+            return shown[0]
+        reply = answer(method, path, body)
+        if path == "/reset":
+            shown[0] = Reply(json.dumps(json.loads(reply.text)[0]))
+        return reply
+
+    with serving(server) as url:
         session = opened("sqlgym", url)
         assert session.id == 329863
         assert session.reset(0).endswith("How many items are there?")

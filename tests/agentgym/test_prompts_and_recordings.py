@@ -129,3 +129,14 @@ def test_tool_calls_are_asked_for_as_python_dictionaries() -> None:
     [refused, read] = inputs.values()
     assert REFUSED.search(refused) and not REFUSED.search(read)
     assert "True, False and None" in format_for(ENVIRONMENTS["todo"]).instruction
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("sheet", "sqlgym")])
+def test_replies_that_refuse_an_action_are_known_by_how_they_start(name: str) -> None:
+    """sqlgym answers a query that it cannot run with SQLite's own message, which has no form."""
+    rejections = ENVIRONMENTS[name].rejections
+    for action, seen in steps(name):
+        assert seen.startswith(rejections) == bool(REFUSED.search(seen) or "Could not" in seen), (
+            action,
+            seen,
+        )

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from scripted_servers import RestartableServer, serving
+from scripted_servers import Reply, RestartableServer, serving
 
 from manus_jax.agentgym import pool as pool_module
 from manus_jax.agentgym.client import Session
@@ -81,6 +81,29 @@ def test_a_restart_that_breaks_no_connection_is_noticed_by_the_ids(row: Environm
                     session.step(LAST)
 
 
+def test_two_clients_of_one_sqlgym_server_are_never_scored_in_each_others_game() -> None:
+    """All eight ids are in use: the server gives the ids of one client to the other."""
+    row = ENVIRONMENTS["sqlgym"]
+    server = RestartableServer(row)
+    with (
+        serving(server, server.connections) as url,
+        EnvironmentPool({"sqlgym": [url]}, SOON) as ours,
+        EnvironmentPool({"sqlgym": [url]}, SOON) as theirs,
+        contextlib.ExitStack() as stack,
+    ):
+        first = stack.enter_context(ours.lease("sqlgym"))
+        for _ in range(7):
+            stack.enter_context(ours.lease("sqlgym"))
+        second = stack.enter_context(theirs.lease("sqlgym"))
+        assert first.id == second.id
+        first.reset(3)
+        second.reset(9)
+        with pytest.raises(EnvironmentFailure, match="another client plays in session") as caught:
+            first.step(LAST)
+        assert caught.value.retryable and first.episode_reward == 0.0 and not first.success
+        assert second.step(LAST).done and second.success
+
+
 def test_an_idle_session_of_a_restarted_server_is_not_used_again() -> None:
     row = ENVIRONMENTS["academia"]
     server = RestartableServer(row)
@@ -146,6 +169,56 @@ def test_a_server_without_persistent_connections_is_judged_by_failed_calls(
         server.restart()
         with pytest.raises(EnvironmentFailure, match="the server has restarted"):
             second.step(LAST)
+
+
+def test_a_restart_without_persistent_connections_is_noticed_while_nobody_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "PING_SECONDS", 0.02)
+    row = ENVIRONMENTS["textcraft"]
+    before, after = RestartableServer(row), RestartableServer(row)
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(serving(before, before.connections, closes="HTTP/1.0"))
+        pool = EnvironmentPool({"textcraft": [url]})
+        with pool, pool.lease("textcraft") as session:
+            session.reset(3)
+            time.sleep(0.2)
+            stack.close()
+            time.sleep(0.5)
+            port = int(url.rpartition(":")[2])
+            with serving(after, after.connections, closes="HTTP/1.0", port=port):
+                other = Session(row, url)
+                other.create()
+                other.reset(9)
+                with pytest.raises(EnvironmentFailure, match="the server has restarted"):
+                    session.step(LAST)
+
+
+def test_a_restart_behind_a_gateway_is_noticed_while_nobody_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "PING_SECONDS", 0.02)
+    row = ENVIRONMENTS["textcraft"]
+    server, away = RestartableServer(row), threading.Event()
+
+    def gateway(method: str, path: str, body: object) -> Reply:
+        return Reply("Bad Gateway", 502) if away.is_set() else server(method, path, body)
+
+    with (
+        serving(gateway) as url,
+        EnvironmentPool({"textcraft": [url]}) as pool,
+        pool.lease("textcraft") as session,
+    ):
+        session.reset(3)
+        away.set()
+        time.sleep(0.3)
+        away.clear()
+        server.restart(breaks_connections=False)
+        other = Session(row, url)
+        other.create()
+        other.reset(9)
+        with pytest.raises(EnvironmentFailure, match="the server has restarted"):
+            session.step(LAST)
 
 
 def test_a_port_that_closes_every_connection_is_put_aside() -> None:

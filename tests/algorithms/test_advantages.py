@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jit_and_eager import both
 
 from manus_jax.algorithms import advantages
 
-both = pytest.mark.parametrize("variant", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
 dr_grpo = partial(advantages.grpo, normalize_by_std=False)
 slow_search = hypothesis.settings(max_examples=40, deadline=None)
 

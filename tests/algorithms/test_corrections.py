@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jit_and_eager import both
 
 from manus_jax.algorithms import corrections
 from manus_jax.algorithms.corrections import Correction
-
-both = pytest.mark.parametrize("variant", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
 
 # Segment 1: token ratios 4, 1, 0.25 (product 1) around an observation; segment 2: 3, 3 (product 9,
 # geometric mean 3); then padding.

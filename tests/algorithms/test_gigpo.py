@@ -5,11 +5,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from jit_and_eager import both
 
 from manus_jax.algorithms import gigpo
-
-both = pytest.mark.parametrize("variant", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
 
 # Two episodes of one task. Both start in A; the first goes on to B and succeeds, the second to C.
 STEPS = gigpo.Steps(

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jit_and_eager import both
 
 from manus_jax.algorithms import kl
 
-both = pytest.mark.parametrize("variant", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
 LOG2 = np.log(2.0)
 
 

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jit_and_eager import both
 
 from manus_jax.algorithms import losses
-
-both = pytest.mark.parametrize("variant", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
 
 # Ratios and advantages that visit every side of the clip; old log-probs are all -1.
 RATIOS = np.array([1.0, 1.5, 1.5, 0.5, 0.5, 1.1, 6.0])

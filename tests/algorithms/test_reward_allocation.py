@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jit_and_eager import both
 
 from manus_jax.algorithms import reward_allocation
-
-both = pytest.mark.parametrize("variant", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
 
 # prompt, turn 0 (two tokens), observation, turn 1 (one token), observation, padding
 MASK = jnp.array([0, 1, 1, 0, 1, 0, 0])

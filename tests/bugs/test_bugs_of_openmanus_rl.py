@@ -19,7 +19,7 @@ from manus_jax.config.settings import (
     RolloutSettings,
 )
 from manus_jax.data.tasks import Task
-from manus_jax.learner.optimizer import adamw, learning_rate
+from manus_jax.learner.optimizer import learning_rate, make_optimizer
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Compute, Transformer, abstract_model
 from manus_jax.rollout.batch import RewardAllocation, to_batch
@@ -82,7 +82,7 @@ def test_val_only_validates_and_trains_nothing(tmp_path):
         "rollout.prompt_source = 'observation'",
         "data.max_length = 512",
         "data.rows = 8",
-        "engine.slots = 2",
+        "engine.slots = 8",
         "warm_start.steps = 1",
         "warm_start.traces = 2",
         "warm_start.batch_size = 2",
@@ -105,7 +105,8 @@ def test_val_only_validates_and_trains_nothing(tmp_path):
 def test_parameters_and_moments_are_float32_and_take_the_smallest_step_though_products_are_not():
     sizes = Architecture("qwen3", 64, 16, 32, 1, 2, 1, 8, qkv_bias=False, qk_norm=True)
     _, shapes = abstract_model(Transformer, sizes, Compute(dtype=jnp.bfloat16))
-    optimizer = adamw(learning_rate(1e-6, "constant", 0, 1, 0.0), 0.0, 0.9, 0.999, 1e-8, 1.0)
+    settings = OptimizerSettings(weight_decay=0.0)
+    optimizer = make_optimizer(learning_rate(1e-6, "constant", 0, 1, 0.0), settings)
     moments = jax.eval_shape(optimizer.init, shapes)
     for leaf in jax.tree.leaves((shapes, moments)):
         assert leaf.dtype == jnp.float32 or jnp.issubdtype(leaf.dtype, jnp.integer)

@@ -53,6 +53,12 @@ def test_files_include_files_and_params_win(tmp_path):
     assert (oven.degrees, oven.mode, oven.hours) == (120, "grill", 3.5)
 
 
+@pytest.mark.parametrize("content", [b"\xef\xbb\xbfoven.degrees = 5\n", b"oven.degrees = 5\r\n"])
+def test_a_file_of_another_system_is_read(tmp_path, content):
+    (tmp_path / "f.gin").write_bytes(content)
+    assert load(files=[str(tmp_path / "f.gin")]).degrees == 5
+
+
 def test_the_operative_config_gives_the_same_settings_again(tmp_path):
     first = load("HOT = 250", "oven.degrees = %HOT", "oven.trays = ['x']", "oven.label = 'y z'")
     text = config_text(Kitchen(first), config.setting_names("oven"))

@@ -5,6 +5,7 @@ compilers) is replaced by `Started`, so a case fails if the command gets that fa
 """
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -101,6 +102,9 @@ FILES = {
     "other_env.jsonl": row(item_id="wordle_3"),
     "prompt.jsonl": row(item_id="maze_3", prompt=3),
     "roles.jsonl": row(item_id="maze_3", prompt=[{"role": 3, "content": None}]),
+    "digits.jsonl": row(item_id="maze_\u0663"),
+    "too_far.jsonl": row(item_id="maze_1000"),
+    "loss.jsonl": row(conversations=[TURNS[0], {**TURNS[1], "loss": "false"}]),
     "no_turns.jsonl": row(conversations=[]),
     "no_list.jsonl": row(conversations=3),
     "no_answer.jsonl": row(conversations=TURNS[:1]),
@@ -131,6 +135,8 @@ def inputs(tmp_path_factory):
     for name, content in FILES.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (path / "link.gin").symlink_to("link.gin")
+    os.mkfifo(path / "pipe")
     return path
 
 
@@ -172,7 +178,9 @@ BINDINGS = {
             *("{'maze': 'http://h:99999'}", "{'maze': 3}", "{'maze': 'a b'}", "{3: 'http://h:1'}"),
         ],
         "engine.name": ["'vlm'", "'vllm'", "''", "None"],
-        "engine.slots": ["0", "-1", "1000000000", "1.5"],
+        "engine.slots": ["0", "-1", "1000000000", "1.5", "12"],
+        "engine.cache_tokens": ["0", "-1", "1.5", "1024", "10000"],
+        "engine.tensor": ["0", "3", "1.5", "'all'"],
         "vllm.servers": ["1", "-1", "'one'"],
         "vllm.urls": ["['http://h:1']", "'http://h:1'"],
         "train.run_dir": [
@@ -220,7 +228,14 @@ BINDINGS = {
             *("['deep.json']", "['nothing.json']", "['number.json']", "['null.json']"),
             *("['no_id.jsonl']", "['bare_id.jsonl']", "['no_number.jsonl']"),
             *("['negative.jsonl']", "['nan.jsonl']", "['other_env.jsonl']", "['prompt.jsonl']"),
-            *("['roles.jsonl']", "[3]", "['a\\0b.json']", "[" + repr("x" * 300) + "]"),
+            *(
+                "['roles.jsonl']",
+                "['digits.jsonl']",
+                "['too_far.jsonl']",
+                "[3]",
+                "['a\\0b.json']",
+                "[" + repr("x" * 300) + "]",
+            ),
         ],
         "data.val_files": ["['nope.json']", "['empty.jsonl']", "['other_env.jsonl']"],
         "data.train_weights": ["[1.0]", "[0]", "[-1]", "1.0"],
@@ -242,7 +257,13 @@ BINDINGS = {
         "data.train_files": [
             *("[]", "['nope.jsonl']", "['empty.jsonl']", "['binary.parquet']", "['cut.json']"),
             *("['no_id.jsonl']", "['no_turns.jsonl']", "['no_list.jsonl']", "['no_answer.jsonl']"),
-            *("['stranger.jsonl']", "['no_text.jsonl']", "['number.json']", "['directory']"),
+            *(
+                "['loss.jsonl']",
+                "['stranger.jsonl']",
+                "['no_text.jsonl']",
+                "['number.json']",
+                "['directory']",
+            ),
         ],
         "data.val_files": ["['nope.jsonl']", "['no_turns.jsonl']"],
         "data.overlong": ["'truncate'", "None"],
@@ -306,6 +327,7 @@ ARGUMENTS: dict[str, list[list[str]]] = {
         *(["--gin_param=train.seed = %X"], ["--gin_param=train.seed = @train"], ["--gin_param"]),
         *(["--gin_param=train.seed = [["], ["--gin_param=train.seed = '"], ["more"], ["-x"]),
         *(["--gin_param=train.seed == 1"], ["--gin_param=train.seed ="], ["--resume"]),
+        *(["--gin_file=link.gin"], ["--gin_file=/dev/zero"]),
     ],
     "plan": [
         *([], ["--topology"], ["--topology="], ["--topology=v9:2x2"], ["--topology=v5e"]),
@@ -314,9 +336,10 @@ ARGUMENTS: dict[str, list[list[str]]] = {
         *(["--topology=cuda:999999999x80GB"], ["--topology=cuda"], ["--topolgy=v5e:2x2"]),
         *([TOPOLOGY, f"--slices={n}"] for n in ("0", "-1", "x", "1.5", "", "2", "99999999")),
         *([TOPOLOGY, f"--trained={n}"] for n in ("7", "0", "-1", "nan", "inf", "x", "1.01")),
-        *([TOPOLOGY, f"--json={p}"] for p in ("", "file/x", "directory", "a\0b", LONG)),
+        *([TOPOLOGY, f"--json={p}"] for p in ("", "pipe", "file/x", "directory", "a\0b", LONG)),
         *([TOPOLOGY, f"--architecture={a}"] for a in ("gpt-9", "", "file", "directory", "a\0b")),
         *([TOPOLOGY, f"--architecture={a}"] for a in ("cut_config", "no_sizes", "list_config")),
+        *([TOPOLOGY, TOPOLOGY], [TOPOLOGY, "--slices=1_0"], [TOPOLOGY, "--slices= 1"]),
         *([TOPOLOGY, "--architectur=qwen3-8b"], [TOPOLOGY, "more"], [TOPOLOGY, "--slice=1"]),
     ],
     "serve": [
@@ -363,7 +386,7 @@ ARGUMENTS: dict[str, list[list[str]]] = {
     ],
     "report": [
         *([], ["nope"], ["file"], ["directory"], [""], ["a\0b"], [LONG], ["directory", "more"]),
-        *(["directory", "--out", o] for o in ("", "file/x", "directory", "a\0b")),
+        *(["directory", "--out", o] for o in ("", "pipe", "file/x", "directory", "a\0b")),
         *(["directory", "--outt", "x"], ["directory", "--ot=x"]),
     ],
     "traces": [
@@ -371,6 +394,8 @@ ARGUMENTS: dict[str, list[list[str]]] = {
         *([name, *TRACES[1:]] for name in ("mazee", "", "webarena", "alfworld")),
         *(["maze", "--n", n, "--out", "t.parquet"] for n in ("0", "-1", "x", "1.5", "100000")),
         *(["maze", "--n", "1", "--out", o] for o in ("", "file/x", "directory", "a\0b", LONG)),
+        *(["maze", "--n", n, "--out", "t.parquet"] for n in ("\u0661", "1_0", " 1")),
+        *(["maze", "--n", "1", "--out", "t.json"], [*TRACES, "--n", "2"]),
         *([*TRACES, "--split", "val"], [*TRACES, "--split", ""], [*TRACES, "--splt=train"]),
         *([*TRACES, "--seed", n] for n in ("-1", "x", "1.5", "4294967296")),
     ],
@@ -420,7 +445,7 @@ def test_there_are_some_hundred_cases():
     "sizes",
     [
         {"scratch.hidden_size": 65536, "scratch.intermediate_size": 262144},
-        {"engine.slots": 65536, "rollout.max_total_tokens": 65536, "data.max_length": 65536},
+        {"engine.slots": 65536, "rollout.max_total_tokens": 32768, "data.max_length": 32768},
         {"data.rows": 65536, "data.max_length": 16384},
     ],
 )

@@ -140,11 +140,11 @@ def outside(limits: Range, kind):
 NUMBERS = [name for name in SETTINGS if number_type(field_of(name)[1])[0]]
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_the_range_of_every_number_has_two_ends(name):
-    limits = field_of(name)[0].metadata["range"]
-    assert limits.at_least is not None or limits.above is not None
-    assert limits.at_most is not None or limits.below is not None
+def test_the_range_of_every_number_has_two_ends():
+    for name in NUMBERS:
+        limits = field_of(name)[0].metadata["range"]
+        assert limits.at_least is not None or limits.above is not None, name
+        assert limits.at_most is not None or limits.below is not None, name
 
 
 def refused(name, value):
@@ -215,10 +215,17 @@ def test_text_that_no_file_or_address_can_have_is_refused(name):
     if listed or field_of(name)[0].default != "":
         refused(name, [""] if listed else "")
     kind = field_of(name)[0].metadata.get("text", "text")
-    for text in {"path": ("  ", "x" * 256), "url": ("ftp://x", "http://", "h:0", "a b")}.get(
-        kind, ()
-    ):
+    for text in {
+        "path": ("  ", "x" * 256, "gs://bucket/run"),
+        "url": ("ftp://x", "http://", "h:0", "a b"),
+    }.get(kind, ()):
         refused(name, [text] if listed else text)
+
+
+def test_the_address_of_a_bucket_is_refused_with_advice():
+    for address in ("gs://bucket/run", "s3://bucket"):
+        assert "mount the bucket" in (path_problem(address) or "")
+    assert path_problem("gs:/bucket") is None and path_problem("runs/gs") is None
 
 
 @given(st.text())

@@ -63,8 +63,8 @@ def test_learner_and_servers_fit(recipe, params, held, monkeypatch):
     config = settings_of(recipe, "gpus_one_host", monkeypatch, params)
     options = config.engine_settings
     share = held_by_learner(config) / 4
-    length, hidden = config.data.max_length, 3584
-    layer_inputs = config.data.rows // 4 * 28 * length * hidden * 2  # kept by full remat
+    tokens, hidden = config.data.rows * config.data.max_length // 4, 3584
+    layer_inputs = 28 * tokens * hidden * 2  # kept by full remat
     assert share + layer_inputs + 5e9 < GPU * options.learner_memory_fraction
     assert round(share / 1e9) == held
     a_token = 28 * 4 * 128 * 2 * 2  # keys and values in bfloat16
@@ -80,5 +80,5 @@ def test_several_hosts_hold_a_copy_each_and_find_their_servers_by_file(monkeypat
     options = config.engine_settings
     assert options.address_file and options.weights_dir and not options.servers
     assert config.mesh.data == config.mesh.slices == 2
-    assert config.data.rows % (2 * 8) == 0
+    assert config.data.rows == 2 * 8 // config.mesh.sequence
     assert round(held_by_learner(config) / 8 / 1e9) == 19

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from manus_jax.data.chat import (
     ChatStream,
@@ -17,6 +18,7 @@ from manus_jax.data.chat import (
     message_from_record,
     train_tokenizer,
 )
+from manus_jax.models.loading import open_tokenizer
 
 TEXTS = [
     "Thought:\nI should check the inventory first.\n\nAction:\ninventory",
@@ -369,7 +371,17 @@ def test_conversations_with_nothing_to_train_name_the_row(chatml, messages, erro
 # a tokenizer of one's own
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_a_trained_tokenizer_reads_as_before_in_a_directory_of_any_family(tmp_path, family):
+    text = "hello  world 1234 don't DON'T cafe\u0301 \n\n x"
+    made = train_tokenizer([*TEXTS, text, text], 340, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    assert open_tokenizer(tmp_path)(text)["input_ids"] == made(text)["input_ids"]
+
+
 def test_a_trained_tokenizer_survives_saving_and_is_deterministic(tmp_path):
+    from transformers import AutoTokenizer  # takes seconds where torch is installed
+
     made = train_tokenizer(TEXTS, 320, tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert made.get_vocab() == train_tokenizer(TEXTS, 320).get_vocab() == loaded.get_vocab()

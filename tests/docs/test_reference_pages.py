@@ -180,3 +180,6 @@ def test_the_index_names_every_page_and_nothing_else():
     index = (DOCS / "README.md").read_text()
     pages = {p.name for p in DOCS.glob("*.md")} - {"README.md"}
     assert set(re.findall(r"\]\((\w+\.md)\)", index)) == pages
+    setups = {p.name for p in (DOCS / "setups").glob("*.md")} - {"README.md"}
+    index = (DOCS / "setups" / "README.md").read_text()
+    assert set(re.findall(r"\]\((\w+\.md)\)", index)) == setups

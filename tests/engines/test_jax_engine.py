@@ -25,8 +25,12 @@ ARCH = Architecture(
     "qwen3", VOCAB, 32, 64, 2, 4, 2, 8, qk_norm=True, tie_embeddings=False, initializer_range=0.3
 )
 GRAPHDEF, _ = abstract_model(Transformer, ARCH, Compute())
-PARAMS = [init_params(Transformer, ARCH, Compute(), seed) for seed in (0, 1)]
 NEVER = ("never said",)
+
+
+@functools.cache
+def params_of(seed):
+    return init_params(Transformer, ARCH, Compute(), seed)
 
 
 def ids_of(seed, length):
@@ -56,7 +60,7 @@ def engine_with():
 
     def make(**options):
         options = {"slots": 8, "max_length": LENGTH, "decode": spell, **options}
-        engines.append(JaxEngine(ARCH, PARAMS[0], **options))
+        engines.append(JaxEngine(ARCH, params_of(0), **options))
         return engines[-1]
 
     yield make
@@ -128,10 +132,10 @@ def test_greedy_tokens_are_those_of_a_loop_that_recomputes_everything(engine_wit
     futures = [engine.submit(Request(p, how, 0, str(i))) for i, p in enumerate(prompts)]
     for prompt, future in zip(prompts, futures, strict=True):
         made = future.result(timeout=300)
-        assert made.token_ids == greedy(PARAMS[0], prompt, 24)
+        assert made.token_ids == greedy(params_of(0), prompt, 24)
         assert made.finish_reason == "length" and made.versions == (0,) * 24
         spans = [(len(prompt), len(prompt) + 24)]
-        expected = expected_log_probs(PARAMS[0], prompt + made.token_ids, spans)
+        expected = expected_log_probs(params_of(0), prompt + made.token_ids, spans)
         np.testing.assert_allclose(made.log_probs, expected, atol=1e-4)
 
 
@@ -146,7 +150,7 @@ def test_log_probs_of_whole_episodes_are_the_learners(engine_with, temperature):
         engine, "a", observations, seed=3, temperature=temperature, max_tokens=21
     )
     after = engine.metrics()
-    expected = expected_log_probs(PARAMS[0], stream, spans, temperature)
+    expected = expected_log_probs(params_of(0), stream, spans, temperature)
     np.testing.assert_allclose(log_probs, expected, atol=1e-4)
     # A turn computes what is new: the last sampled token, and the observation but for its last
     # token, which decoding takes in.
@@ -162,7 +166,7 @@ def test_a_diverging_prompt_keeps_the_common_prefix(engine_with):
     forked = (*prompt[:60], (prompt[60] + 1) % VOCAB, *ids_of(2, 19))
     made = generate(engine, forked, temperature=0.0, max_tokens=8)
     after = engine.metrics()
-    assert made.token_ids == greedy(PARAMS[0], forked, 8)
+    assert made.token_ids == greedy(params_of(0), forked, 8)
     assert after["reused_tokens"] - before["reused_tokens"] == 60
     assert after["prefill_tokens"] - before["prefill_tokens"] == 19
 
@@ -203,14 +207,14 @@ def test_a_seed_gives_other_tokens_at_other_places_and_the_same_again(engine_wit
 
 
 def test_new_weights_recompute_what_is_in_flight(engine_with):
-    engine = engine_with(decode=Hook(lambda: engine.update_weights(PARAMS[1], 5), 16))
-    engine.update_weights(PARAMS[0], 4)
+    engine = engine_with(decode=Hook(lambda: engine.update_weights(params_of(1), 5), 16))
+    engine.update_weights(params_of(0), 4)
     prompt = ids_of(1, 50)
     made = generate(engine, prompt, seed=1, max_tokens=40, stop_strings=NEVER)
     old = made.versions.count(4)
     assert made.versions == (4,) * old + (5,) * (40 - old) and 16 <= old <= 24
     stream = prompt + made.token_ids
-    for params, start, stop in ((PARAMS[0], 50, 50 + old), (PARAMS[1], 50 + old, 90)):
+    for params, start, stop in ((params_of(0), 50, 50 + old), (params_of(1), 50 + old, 90)):
         expected = expected_log_probs(params, stream, [(start, stop)])
         np.testing.assert_allclose(made.log_probs[start - 50 : stop - 50], expected, atol=1e-4)
 
@@ -219,24 +223,24 @@ def test_new_weights_recompute_the_streams_of_idle_sessions(engine_with):
     engine = engine_with()
     stream = ids_of(1, 30)
     stream += generate(engine, stream, max_tokens=8).token_ids + ids_of(2, 5)
-    engine.update_weights(PARAMS[1], 1)
+    engine.update_weights(params_of(1), 1)
     assert engine.version == 1
     before = engine.metrics()
     made = generate(engine, stream, temperature=0.0, max_tokens=8)
     after = engine.metrics()
-    assert made.token_ids == greedy(PARAMS[1], stream, 8) and made.versions == (1,) * 8
+    assert made.token_ids == greedy(params_of(1), stream, 8) and made.versions == (1,) * 8
     assert after["prefill_tokens"] - before["prefill_tokens"] == len(stream) - 1
 
 
 def test_weights_are_copied_and_may_be_deleted(engine_with):
     engine = engine_with()
-    params = jax.tree.map(jnp.copy, PARAMS[1])
+    params = jax.tree.map(jnp.copy, params_of(1))
     engine.update_weights(params, 1)
     for leaf in jax.tree.leaves(params):
         leaf.delete()
     prompt = ids_of(1, 10)
     made = generate(engine, prompt, temperature=0.0, max_tokens=8)
-    assert made.token_ids == greedy(PARAMS[1], prompt, 8)
+    assert made.token_ids == greedy(params_of(1), prompt, 8)
 
 
 def test_a_stop_id_ends_the_generation_and_is_part_of_it(engine_with):
@@ -267,7 +271,7 @@ def test_a_stop_string_over_two_tokens_ends_with_the_second_and_the_stream_goes_
     stream = prompt + made.token_ids + ids_of(5, 6)
     more = generate(engine, stream, seed=2, session="t", max_tokens=10)
     spans = [(len(stream), len(stream) + 10)]
-    expected = expected_log_probs(PARAMS[0], stream + more.token_ids, spans)
+    expected = expected_log_probs(params_of(0), stream + more.token_ids, spans)
     np.testing.assert_allclose(more.log_probs, expected, atol=1e-4)
 
 
@@ -312,13 +316,13 @@ def test_a_request_that_cannot_be_served_is_refused(engine_with, prompt, how, me
 
 def test_a_length_beyond_the_models_positions_is_refused():
     with pytest.raises(EngineError, match="max_length 40000 exceeds the model's 32768 positions"):
-        JaxEngine(ARCH, PARAMS[0], max_length=40_000)
+        JaxEngine(ARCH, params_of(0), max_length=40_000)
 
 
 def test_a_cache_that_exceeds_the_memory_is_refused_before_it_is_allocated():
     # 2 layers x keys and values x 2 heads x 8 dims x 4 bytes = 256 bytes per token.
     with pytest.raises(EngineError, match=r"2097152 slots x 4096 tokens takes 2,048\.0 GiB, and"):
-        JaxEngine(ARCH, PARAMS[0], slots=2**21, max_length=4096)
+        JaxEngine(ARCH, params_of(0), slots=2**21, max_length=4096)
 
 
 def held(engine_with, **options):
@@ -345,7 +349,7 @@ def test_a_full_queue_is_an_error_and_what_waits_is_served(engine_with):
     assert engine.metrics()["queue_length"] == 3
     go.set()
     for n, future in enumerate(futures):
-        assert future.result(timeout=300).token_ids == greedy(PARAMS[0], ids_of(n, 9), 4)
+        assert future.result(timeout=300).token_ids == greedy(params_of(0), ids_of(n, 9), 4)
     assert len(holder.result(timeout=300).token_ids) == 16
 
 
@@ -370,7 +374,7 @@ def test_the_session_idle_for_longest_is_evicted(engine_with):
         stream = streams.get(session, ()) + ids_of(ord(session) + len(streams), 40)
         before = engine.metrics()
         made = generate(engine, stream, session=session, temperature=0.0, max_tokens=8)
-        assert made.token_ids == greedy(PARAMS[0], stream, 8)
+        assert made.token_ids == greedy(params_of(0), stream, 8)
         streams[session] = stream + made.token_ids
         return engine.metrics()["reused_tokens"] - before["reused_tokens"]
 
@@ -417,7 +421,7 @@ def test_closing_fails_what_runs_and_waits_and_refuses_what_comes(engine_with):
     with pytest.raises(EngineError, match="the engine is closed"):
         engine.submit(Request(ids_of(2, 5), Sampling(), 0, "w"))
     with pytest.raises(EngineError, match="the engine is closed"):
-        engine.update_weights(PARAMS[1], 1)
+        engine.update_weights(params_of(1), 1)
     engine.release("w")
 
 
@@ -443,7 +447,7 @@ def test_programs_are_compiled_once(engine_with):
         generate(
             engine, ids_of(n % 5, 1 + 11 * n), session=str(n % 5), max_tokens=1 + n, **how[n % 4]
         )
-    engine.update_weights(PARAMS[1], 1)
+    engine.update_weights(params_of(1), 1)
     generate(engine, ids_of(1, 200), max_tokens=20)
     assert [p._cache_size() for p in programs] == compiled
 
@@ -453,5 +457,5 @@ def test_an_engine_in_bfloat16_is_close(engine_with):
     engine = engine_with(dtype="bfloat16", max_length=128)
     prompt = ids_of(1, 30)
     made = generate(engine, prompt, seed=3, max_tokens=20)
-    expected = expected_log_probs(PARAMS[0], prompt + made.token_ids, [(30, 50)])
+    expected = expected_log_probs(params_of(0), prompt + made.token_ids, [(30, 50)])
     np.testing.assert_allclose(made.log_probs, expected, atol=0.25)

@@ -107,3 +107,78 @@ def test_pieces_cover_what_is_missing_in_order(lengths, rows, chunk):
     assert places == wanted[: len(places)]
     assert len(pieces) == rows or places == wanted
     assert all(stop - start <= chunk for _, start, stop in pieces)
+
+
+def paged(pages, count=3, copies=1):
+    return SlotTable(count, min_shared=100, copies=copies, pages=pages, page_length=4)
+
+
+def test_a_job_gets_pages_for_its_prompt_and_budget_and_keeps_those_that_it_filled():
+    table = paged(8)
+    slot = filled(table.admit("a", [1] * 5, 1, budget=8))
+    assert len(slot.pages) == 4 and table.free_pages == 4
+    slot.ids += [2]
+    slot.filled += 1
+    table.finish(slot)
+    assert len(slot.pages) == 2 and table.free_pages == 6
+    kept = list(slot.pages)
+    assert table.admit("a", [1] * 5 + [2] * 10, 1, budget=5) is slot
+    assert slot.filled == 5 and slot.pages[:2] == kept and len(slot.pages) == 5
+
+
+def test_jobs_wait_while_running_ones_have_the_pages_and_take_those_of_idle_sessions():
+    table = paged(6)
+    a = filled(table.admit("a", [1] * 8, 1))
+    b = filled(table.admit("b", [2] * 8, 1))
+    assert table.admit("c", [3] * 12, 1) is None
+    table.finish(a)
+    c = table.admit("c", [3] * 12, 1)
+    assert c is not None and c is not a  # an empty slot, with pages that were a's
+    assert a.session is None and a.filled == 0 and table.evictions == 1
+    assert table.admit("a", [1] * 8, 1) is None
+    table.finish(b)
+    assert table.admit("a", [1] * 8, 1) is not None and table.evictions == 2
+
+
+def test_new_weights_free_the_pages_of_idle_sessions_only():
+    table = paged(6)
+    running, idle = (filled(table.admit(n, [1] * 8, n)) for n in "ab")
+    table.finish(idle)
+    table.invalidate()
+    assert (len(running.pages), len(idle.pages), table.free_pages) == (2, 0, 4)
+
+
+def test_jobs_are_spread_over_the_copies_of_the_model_and_prefixes_stay_on_one():
+    table = SlotTable(2, min_shared=2, copies=2)
+    slots = [table.admit(str(n), [1] * 9, n) for n in range(4)]
+    assert [s.copy for s in slots] == [0, 1, 0, 1]
+    assert [table.waits(s) for s in slots] == [False, False, True, True]
+    assert slots[2].leader is slots[0] and slots[3].leader is slots[1]
+    table.finish(slots[1])
+    assert table.admit("1", [1] * 12, 1) is slots[1]
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcde"), st.integers(1, 20), st.integers(1, 10), st.booleans()),
+        max_size=30,
+    ),
+    st.integers(1, 2),
+)
+def test_a_page_belongs_to_one_slot_and_the_oldest_job_is_always_served(jobs, copies):
+    table, pages = paged(8, copies=copies), 8 * copies
+    for session, prompt, budget, finishes in jobs:
+        slot = table.admit(session, [0] * prompt, "job", budget)
+        if slot is None:
+            assert table.busy  # nothing waits if nothing runs
+        else:
+            assert len(slot.pages) * 4 >= prompt + budget
+            slot.filled = prompt - 1
+        if finishes and table.busy:
+            table.finish(table.busy[0])
+        for copy in range(copies):
+            held = [p for s in table.slots if s.copy == copy for p in s.pages]
+            assert len(held) == len(set(held)) and set(held) <= set(range(8))
+        assert table.free_pages + sum(len(s.pages) for s in table.slots) == pages
+        assert all(len(s.pages) * 4 >= s.filled for s in table.slots)

@@ -195,6 +195,7 @@ def test_unknown_items_and_early_steps_are_refused() -> None:
             call()
 
 
+@pytest.mark.slow
 def test_items_are_the_same_in_another_process() -> None:
     items = [36_000 + level for level in (0, 5, 9, 12, 18, 21, 25, 33, 38)]
     assert fingerprint("babyai", items) == fingerprint_elsewhere("babyai", items)

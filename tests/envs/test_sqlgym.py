@@ -205,6 +205,7 @@ def test_the_image_is_a_database_that_sqlite_finds_sound() -> None:
         connection.close()
 
 
+@pytest.mark.slow
 def test_items_are_the_same_in_another_process() -> None:
     items = list(range(0, 1200, 40))
     assert fingerprint("sqlgym", items) == fingerprint_elsewhere("sqlgym", items)

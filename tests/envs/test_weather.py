@@ -210,6 +210,7 @@ def test_splits_are_disjoint_in_items_and_in_questions() -> None:
         question(1200)
 
 
+@pytest.mark.slow
 def test_items_are_the_same_in_another_process() -> None:
     items = list(range(0, 1200, 23))
     assert fingerprint("weather", items) == fingerprint_elsewhere("weather", items)

@@ -163,6 +163,7 @@ def test_splits_are_disjoint_in_items_and_in_goals() -> None:
         goal(4000)
 
 
+@pytest.mark.slow
 def test_items_are_the_same_in_another_process() -> None:
     items = list(range(0, 4000, 200))
     assert fingerprint("webshop", items) == fingerprint_elsewhere("webshop", items)

@@ -5,16 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from envs.registry import load
+from envs.game import GameError
+from envs.registry import ENVIRONMENTS, load
 from manus_jax.config.binding import ConfigError
-from manus_jax.config.settings import EnvSettings
+from manus_jax.config.settings import DataSettings, EnvSettings
 from manus_jax.evaluation.eval_sets import (
     EvalSet,
-    listed_tasks,
     make_eval_set,
+    playable_tasks,
     served_tasks,
     split_tasks,
 )
+from manus_jax.training.build import read_task_sources
 
 
 def test_an_evaluation_set_is_always_the_same_and_a_larger_one_contains_it() -> None:
@@ -57,12 +59,52 @@ def test_servers_that_are_known_to_have_our_items_are_validated_on_the_test_spli
 def test_tasks_from_a_file_keep_its_order(tmp_path: Path) -> None:
     path = tmp_path / "tasks.json"
     path.write_text(json.dumps(["maze_9", "wordle_3", "maze_2", "maze_5"]))
-    tasks = listed_tasks([str(path)], ("maze", "wordle"), 2)
+    tasks = make_eval_set(EnvSettings(names=("maze", "wordle")), 2, [str(path)]).tasks
     assert [task.item_id for task in tasks] == ["maze_9", "maze_2", "wordle_3"]
-    with pytest.raises(ConfigError, match=r"wordle_3 .*not in env\.names \(maze\)"):
-        listed_tasks([str(path)], ("maze",), 2)
+    with pytest.raises(ConfigError, match=r"json row 1: .*wordle_3 .*not in env\.names \(maze\)"):
+        make_eval_set(EnvSettings(names=("maze",)), 2, [str(path)])
     with pytest.raises(ConfigError, match="no task of textcraft"):
-        listed_tasks([str(path)], ("maze", "wordle", "textcraft"), 2)
+        make_eval_set(EnvSettings(names=("maze", "wordle", "textcraft")), 2, [str(path)])
+
+
+def test_every_environment_may_have_a_file_of_its_own(tmp_path: Path) -> None:
+    files = [str(tmp_path / f"{name}.json") for name in ("maze", "wordle")]
+    for file in files:
+        Path(file).write_text(json.dumps([f"{Path(file).stem}_1"]))
+    env = EnvSettings(names=("maze", "wordle"))
+    sources, _ = read_task_sources(DataSettings(train_files=tuple(files)), env, 1)
+    assert [[task.item_id for task in tasks] for _, tasks, _ in sources] == [
+        ["maze_1"],
+        ["wordle_1"],
+    ]
+
+
+def test_items_that_an_embedded_environment_does_not_have_are_named_with_their_row(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('"maze_999"\n\n"maze_0"\n"maze_1000"\n')
+    embedded = EnvSettings(names=("maze",))
+    with pytest.raises(
+        ConfigError, match=r"tasks\.jsonl row 2: maze has no item 1000; .* 0 to 999"
+    ):
+        make_eval_set(embedded, 1, [str(path)])
+    # Other servers may have other items.
+    elsewhere = EnvSettings(names=("maze",), urls={"maze": ["http://10.0.0.7:36001"]})
+    assert [task.item for task in playable_tasks([str(path)], elsewhere)[0]] == [999, 0, 1000]
+
+
+@pytest.mark.parametrize("name", sorted(set(ENVIRONMENTS) - {"sciworld"}))
+def test_every_embedded_environment_knows_how_many_items_it_has(name: str) -> None:
+    spec = load(name)
+    assert spec.item_count is not None
+    count = spec.item_count()
+    assert max(*spec.items("train"), *spec.items("test")) < count
+    game = spec.new_game()
+    game.reset(count - 1)
+    with pytest.raises(GameError):
+        game.reset(count)
+    game.close()
 
 
 def test_every_task_is_played_as_often_as_asked() -> None:

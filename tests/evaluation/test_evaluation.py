@@ -373,6 +373,7 @@ def test_a_validation_that_cannot_play_a_single_episode_ends_a_training_run(
         "env_pool.first_retry = 0.01",
         "env_pool.longest_retry = 0.01",
         *(p for p in MODEL if not p.startswith("evaluate.")),
+        "engine.slots = 8",  # at least one for each of the eight devices
     ]
     with pytest.raises(EvaluationError, match="validation at step 0: all 2 episodes failed"):
         train.main([f"--gin_param={param}" for param in params])

@@ -76,7 +76,8 @@ def test_a_port_in_use_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_setting_out_of_range_is_named(
     capsys: pytest.CaptureFixture[str], flag: str, value: str
 ) -> None:
-    assert f"{flag} must be" in refusal(capsys, "maze", "--port", "0", f"{flag}={value}")
+    port = [] if flag == "--port" else ["--port", "0"]
+    assert f"{flag} must be" in refusal(capsys, "maze", *port, f"{flag}={value}")
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,8 @@ def test_a_setting_out_of_range_is_named(
     [
         (["maze"], "arguments are required: --port"),
         (["maze", "--port", "x"], "--port: invalid int value: 'x'"),
+        (["maze", "--por", "0"], "arguments are required: --port"),
+        (["maze", "--port", "0", "--port=1"], "--port is given twice"),
         (["maze", "--port", "0", "--colour", "red"], "unrecognized arguments: --colour red"),
         (["maze", "--port", "0", "--host", "no.such.host.invalid"], "choose another --host"),
         (["maze", "--port", "0", "--host", "h" * 300], "choose another --host"),

@@ -215,6 +215,12 @@ def test_bad_arguments_are_one_line(cluster, change, message):
     assert message in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_a_missing_config_is_named():
+    done = subprocess.run([SCRIPT, "--name", "x"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "launch_slurm.sh: --gin_file is missing; --help lists the arguments\n"
+
+
 def test_all_scripts_are_clean():
     scripts = [p for p in (ROOT / "scripts").iterdir() if p.suffix in (".sh", ".sbatch")]
     shellcheck = Path(sys.executable).with_name("shellcheck")

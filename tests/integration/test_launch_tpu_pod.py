@@ -23,6 +23,7 @@ def arguments(tmp_path, *more):
         "runtime_version": "v2-alpha-tpuv5-lite",
         "gin_file": "configs/envs/textcraft.gin",
         "run_dir": "/mnt/runs/a b",
+        "model": "none",
         "log_dir": str(tmp_path / "logs"),
         "poll_seconds": "0",
     }
@@ -145,19 +146,50 @@ def test_a_launcher_that_is_stopped_lets_the_trainer_save_and_deletes_the_slice(
     assert cloud.verbs()[-2:] == ["ssh", "delete"]
 
 
+def write_model(directory):
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+@pytest.mark.parametrize("source", ["bucket", "copy"])
+def test_a_model_is_brought_to_every_host(tmp_path, source):
+    text = "cat $HOME/manus_jax/models/Qwen3-8B/config.json"
+    cloud = Cloud(tmp_path, "ACTIVE", text)
+    given = write_model(tmp_path / "bucket" / "models" / "Qwen3-8B")
+    model = "gs://bucket/models/Qwen3-8B" if source == "bucket" else str(given)
+    done = launch(cloud, "--model", f"{model}/")
+    assert done.returncode == 0, done.stderr + log(cloud)
+    for host in (0, 1):
+        assert "--gin_param=model.path = 'models/Qwen3-8B'" in cloud.arguments(host)
+    assert log(cloud).count("] {}") == 2
+
+
+def test_a_model_on_a_mounted_file_system_stays_there(tmp_path):
+    cloud = Cloud(tmp_path, "ACTIVE", "true")
+    mount = ("--mount", f"gs://bucket={tmp_path}/mnt")
+    done = launch(cloud, *mount, "--model", f"{tmp_path}/mnt/models/Qwen3-8B")
+    assert done.returncode == 0, done.stderr
+    assert f"--gin_param=model.path = '{tmp_path}/mnt/models/Qwen3-8B'" in cloud.arguments()
+    assert cloud.verbs() == ["create", "scp", "ssh", "ssh", "ssh", "delete"]
+
+
 POOL = ("--address_file", "/mnt/pool/addresses", "--weights_dir", "/mnt/pool/weights")
 
 
 @pytest.mark.parametrize("by_file", [True, False])
 def test_the_key_reaches_the_trainer_and_no_command_or_log(tmp_path, by_file):
-    cloud = Cloud(tmp_path, "ACTIVE", "echo $VLLM_API_KEY >key-$host; stat -c %a $HOME/.manus_jax")
+    seen = "echo $VLLM_API_KEY $MANUS_JAX_ENV_KEY >key-$host; stat -c %a $HOME/.manus_jax"
+    cloud = Cloud(tmp_path, "ACTIVE", seen)
     (tmp_path / "secret").write_text("s3cret")
-    given = ("--api_key_file", str(tmp_path / "secret")) if by_file else ()
-    environment = {} if by_file else {"VLLM_API_KEY": "s3cret"}
+    (tmp_path / "env_secret").write_text("3nv_s3cret")
+    files = {"api_key": tmp_path / "secret", "env_key": tmp_path / "env_secret"}
+    given = [w for name, file in files.items() for w in (f"--{name}_file", str(file))] * by_file
+    environment = {} if by_file else {"VLLM_API_KEY": "s3cret", "MANUS_JAX_ENV_KEY": "3nv_s3cret"}
     done = launch(cloud, *POOL, *given, **environment)
     assert done.returncode == 0, done.stderr
     for host in (0, 1):
-        assert (tmp_path / f"key-host-{host}").read_text() == "s3cret\n"
+        assert (tmp_path / f"key-host-{host}").read_text() == "s3cret 3nv_s3cret\n"
         assert f"--gin_param=vllm.address_file = '{POOL[1]}'" in cloud.arguments(host)
         assert f"--gin_param=vllm.weights_dir = '{POOL[3]}'" in cloud.arguments(host)
     assert log(cloud).count("] 700\n") == 2
@@ -183,6 +215,8 @@ def test_a_dry_run_prints_every_command_and_runs_none(tmp_path):
     "more, message",
     [
         (["--zone", ""], "--zone is missing"),
+        (["--model", ""], "--model is missing"),
+        (["--model", "/mnt/qwen"], "--model /mnt/qwen is not below a --mount"),
         (["--name", "Big One"], "--name must be at most 40 lower-case letters"),
         (["--gin_file", "configs/none.gin"], "configs/none.gin is not in"),
         (["--run_dir", "runs/a"], "must be an absolute path"),

@@ -100,6 +100,15 @@ def test_a_mistake_ends_all_processes_before_anything_is_written(folder, whole):
     assert not (folder / "mistaken").exists()
 
 
+def test_a_mistake_on_one_host_only_is_reported_there_and_ends_the_others(folder, whole):
+    """Process 0 waits for the other at a barrier, which must not be taken for its exit."""
+    job = Job(2, folder / "one_host", model_of(whole), last=("train.group_size = 1",))
+    codes = job.end(timeout=120)
+    assert codes[1] == 2 and codes[0] != 0
+    assert "error: recipe grpo compares episodes of one task" in job.said(1)
+    assert "Traceback" not in job.said(1)
+
+
 def test_the_gpus_of_one_machine_are_not_split_among_several(folder, whole, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     split = ("engine.name = 'vllm'", "vllm.gpus = 1")

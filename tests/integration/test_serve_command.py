@@ -30,8 +30,11 @@ def environment(**more):
 
 
 def run(tmp_path, *arguments, **more):
-    command = [sys.executable, "-m", "manus_jax.serve", "--model", str(tmp_path)]
-    command += ["--port", free_port(), *arguments]
+    usual = {"--model": str(tmp_path), "--port": free_port()}
+    given = [
+        word for name, value in usual.items() if name not in arguments for word in (name, value)
+    ]
+    command = [sys.executable, "-m", "manus_jax.serve", *given, *arguments]
     return subprocess.run(
         command, env=environment(**more), capture_output=True, text=True, timeout=60
     )

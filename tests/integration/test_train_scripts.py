@@ -20,6 +20,7 @@ TINY = (
     "compute.dtype = 'float32'",
     "engine.dtype = 'float32'",
     "engine.slots = 8",
+    "data.rows = 8",
     "train.total_steps = 1",
     "train.batch_size = 2",
     "train.val_tasks = 2",
@@ -43,6 +44,7 @@ TINY = (
     "scratch.head_dim = 8",
 )
 TASKS = ("--data_dir", "tasks")
+EMBEDDED = ("--hardware", "tpu_host")  # no vLLM
 
 
 def params(*more):
@@ -95,7 +97,7 @@ def test_two_servers_are_started_trained_on_and_gone(tmp_path):
     port = free_ports(2)
     done = run(
         tmp_path, "grpo", "--env_name", "maze", "--num_servers", 2, "--base_port", port,
-        "--exp_name_suffix", "-try", "--", *params("train.group_size = 2"),
+        "--exp_name_suffix", "-try", *EMBEDDED, "--", *params("train.group_size = 2"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/grpo_maze-try/metrics.jsonl").exists()
@@ -111,7 +113,8 @@ def test_a_failing_trainer_gives_its_exit_code_and_no_server_is_left(tmp_path):
     port = free_ports(1)
     bad = params("train.group_size = 2", "algorithm.recipe = 'grpoo'")
     write_tasks(tmp_path)
-    done = run(tmp_path, "ppo", "--env_name", "maze", "--base_port", port, *TASKS, "--", *bad)
+    given = ("--env_name", "maze", "--base_port", port, *TASKS, *EMBEDDED)
+    done = run(tmp_path, "ppo", *given, "--", *bad)
     assert done.returncode == 2
     assert "unknown recipe 'grpoo'" in done.stderr.strip().splitlines()[-1]
     assert not listening(port)
@@ -153,7 +156,8 @@ def test_whatever_the_trainer_returns_is_returned(tmp_path, code):
     assert given[-1] == "--flag=a b"
     files = [word for word in given if word.startswith("--gin_file=")]
     assert files == [
-        f"--gin_file={ROOT}/configs/{name}.gin" for name in ("envs/maze", "recipes/grpo")
+        f"--gin_file={ROOT}/configs/{name}.gin"
+        for name in ("envs/maze", "recipes/grpo", "hardware/gpus_one_host")
     ]
 
 
@@ -276,6 +280,7 @@ def test_given_servers_are_used_and_none_is_started(tmp_path):
         (["--env_name", "maze", "--data_dir", "nowhere"], "nowhere contains no train.parquet"),
         (["--env_name", "maze", "--env_urls", "http://a:1"], "no directory data/maze"),
         (["--exp_name_suffix", "it's"], "must not contain quotes"),
+        (["--hardware", "dgx"], "--hardware must be one of gpus_many_hosts gpus_one_host"),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(tmp_path, arguments, message):
@@ -300,8 +305,8 @@ def test_the_help_names_every_option(tmp_path, algorithm):
     done = run(tmp_path, algorithm, "--help")
     assert done.returncode == 0
     source = (ROOT / "scripts" / "train_common.sh").read_text()
-    options = set(re.findall(r"--[a-z_]+", re.search(r"\n( +--env_name \|.*)\)\n", source)[1]))
-    assert len(options) == 7 and all(option in done.stdout for option in options)
+    options = set(re.findall(r"--[a-z_]+", re.search(r"\n( +--env_name \|[^)]*)\)\n", source)[1]))
+    assert len(options) == 8 and all(option in done.stdout for option in options)
     assert f"configs/recipes/{algorithm}.gin" in done.stdout
 
 

@@ -1,5 +1,6 @@
 """`python -m manus_jax.train` with a real environment server: it runs, resumes, explains itself."""
 
+import gzip
 import json
 import random
 import subprocess
@@ -109,11 +110,19 @@ def test_a_run_that_is_killed_again_and_again_ends_to_the_bit_where_an_untouched
 @pytest.mark.parametrize("recipe", ["ppo", "gigpo", "remax"])
 def test_other_recipes_run_through_the_same_loop(tmp_path, recipe):
     more = ("train.total_steps = 2", f"algorithm.recipe = '{recipe}'", "algorithm.ppo_epochs = 2")
-    train.main(arguments(tmp_path, *more, "train.val_before_train = False"))
+    more += ("train.val_before_train = False", "train.profile_steps = [2]")
+    train.main(arguments(tmp_path, *more))
     first, *_, last = metrics(tmp_path)
     assert last["actor/grad_norm"] > 0
     assert last["env_pool/maze/leases"] > first["env_pool/maze/leases"] >= 8
     assert ("critic/vf_explained_var" in last) == (recipe == "ppo")
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["2"]
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    (trace,) = (tmp_path / "profile").rglob("perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    phases = {k.removeprefix("timing_s/") for k in last if k.startswith("timing_s/")}
+    phases -= {"step", "other", "report", "testing", "save_checkpoint"}  # after the step
+    assert phases and phases <= {event.get("name") for event in events}
 
 
 def error_of(capsys, monkeypatch, *args):

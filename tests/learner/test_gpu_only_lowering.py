@@ -19,7 +19,7 @@ from manus_jax.training.learner_specs import critic_spec, make_recipe, policy_sp
 
 ROOT = Path(__file__).parents[2]
 # Like Qwen2.5-7B: seven query heads of 128 for each key-value head, with biases.
-ARCH = Architecture("qwen2", 512, 256, 512, 2, 7, 1, 128, qkv_bias=True)
+ARCH = Architecture("qwen2", 512, 256, 512, 2, 14, 2, 128, qkv_bias=True)
 KERNEL = "__gpu$xla.gpu.triton"
 
 

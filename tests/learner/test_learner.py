@@ -59,6 +59,7 @@ def test_forward_gives_each_token_its_number_whatever_the_packing():
     assert (together[~mask] == 0).all() and (together[mask] < 0).all()
 
 
+@pytest.mark.slow
 def test_a_mini_batch_updates_as_if_it_were_packed_alone():
     batch = make_batch(by="group_id")
     chosen = next(iter(batch.make_iterator(2, by="group_id", seed=(1, 2))))
@@ -73,3 +74,13 @@ def test_a_mini_batch_updates_as_if_it_were_packed_alone():
     metrics = [learner.update(b) for learner, b in zip(learners, (chosen, alone), strict=True)]
     chex.assert_trees_all_close(learners[0].state.params, learners[1].state.params, atol=2e-6)
     assert metrics[0]["loss"] == pytest.approx(metrics[1]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["update", "evaluate", "forward"])
+def test_an_implicit_transfer_in_a_step_is_an_error(method):
+    learner = make_learner(2)
+    on_host = jax.device_get(learner.state.params)
+    learner.state = learner.state._replace(params=on_host)
+    arguments = (make_batch(), "old_log_probs") if method == "forward" else (make_batch(),)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
+        getattr(learner, method)(*arguments)

@@ -82,7 +82,10 @@ def test_processes_are_slices_where_devices_tell_nothing_else():
     ("sizes", "message"),
     [
         ({"data": 2, "fsdp": 3}, "data=2, fsdp=3, tensor=1, sequence=1 needs 6 devices .* are 8"),
-        ({"data": 3, "fsdp": -1}, "8 devices are not divisible by 3"),
+        (
+            {"data": 3, "fsdp": -1},
+            "8 devices are not divisible by 3; .* mesh.fsdp must have a product of 2 or",
+        ),
         ({"sequence": -1, "fsdp": -1}, "only one mesh size may be -1"),
         ({"sequence": 0, "fsdp": -1}, "must be positive"),
         ({"data": 2, "fsdp": -1, "slices": 2}, r"mesh.slices = 2 .* processes \(1\)"),
@@ -111,10 +114,20 @@ def test_slices_that_do_not_divide_are_refused():
 @pytest.mark.parametrize(
     ("sizes", "implementation", "message"),
     [
-        ((1, 1, 8, 1), "plain", "^28 heads are not divisible by tensor=8$"),
+        ((1, 1, 8, 1), "plain", "^28 heads are not divisible by tensor=8; mesh.tensor = 4 works$"),
         ((1, 1, 7, 1), "plain", "^4 key-value heads are not divisible by tensor=7, nor"),
-        ((1, 1, 2, 4), "triton", "^28 heads are not divisible by tensor=2 x sequence=4 = 8$"),
-        ((1, 3, 1, 2), "plain", "^hidden size 3584 is not divisible by fsdp=3 x sequence=2 = 6$"),
+        (
+            (1, 1, 2, 4),
+            "triton",
+            "^28 heads are not divisible by tensor=2 x sequence=4 = 8; "
+            "mesh.tensor x mesh.sequence = 4 works$",
+        ),
+        (
+            (1, 3, 1, 2),
+            "plain",
+            "^hidden size 3584 is not divisible by fsdp=3 x sequence=2 = 6; "
+            "mesh.fsdp x mesh.sequence = 2 works$",
+        ),
     ],
 )
 def test_a_model_that_does_not_divide_is_refused_with_the_arithmetic(
@@ -128,11 +141,15 @@ def test_a_model_that_does_not_divide_is_refused_with_the_arithmetic(
 def test_odd_models_are_refused_by_the_size_that_is_odd():
     mesh = make_mesh(tensor=4, devices=jax.devices()[:4])
     small = dict(family="qwen2", num_layers=1, num_heads=4, num_kv_heads=1, hidden_size=8)
-    with pytest.raises(MeshError, match=r"^intermediate size 6 is not divisible by tensor=4$"):
+    with pytest.raises(
+        MeshError, match=r"^intermediate size 6 is .* tensor=4; mesh.tensor = 2 works$"
+    ):
         check_model(Architecture(vocab_size=8, intermediate_size=6, head_dim=4, **small), mesh)
-    with pytest.raises(MeshError, match=r"^vocabulary 50 is not divisible by tensor=4$"):
+    with pytest.raises(MeshError, match=r"^vocabulary 50 is .* tensor=4; mesh.tensor = 2 works$"):
         check_model(Architecture(vocab_size=50, intermediate_size=8, head_dim=4, **small), mesh)
-    with pytest.raises(MeshError, match=r"^key-value width 2 is not divisible by tensor=4$"):
+    with pytest.raises(
+        MeshError, match=r"^key-value width 2 is .* tensor=4; mesh.tensor = 2 works$"
+    ):
         check_model(Architecture(vocab_size=8, intermediate_size=8, head_dim=2, **small), mesh)
 
 
@@ -145,10 +162,16 @@ def test_a_model_that_divides_is_accepted(sizes):
 @pytest.mark.parametrize(
     ("rows", "length", "implementation", "message"),
     [
-        (6, 512, "plain", "^6 rows per micro-batch are not divisible by data=2 x fsdp=2 = 4; set"),
+        (
+            6,
+            512,
+            "plain",
+            "^6 rows per micro-batch .* by data=2 x fsdp=2 = 4; set data.rows = 4 or 8$",
+        ),
+        (3, 512, "plain", "by data=2 x fsdp=2 = 4; set data.rows = 4$"),
         (4, 511, "plain", "^row length 511 is not divisible by sequence=2; set data.max_length"),
         (4, 384, "splash", "^row length 384 is not divisible by 128 x sequence=2 = 256; set"),
-        (4, 384, "triton", "multiple of 256$"),
+        (4, 384, "triton", "set data.max_length = 256 or 512$"),
     ],
 )
 def test_rows_that_do_not_divide_are_refused_with_the_arithmetic(

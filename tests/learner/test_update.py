@@ -10,9 +10,10 @@ from flax import nnx
 from sequences import batch_of, packed_arrays, ragged_sequences, weighted
 
 from manus_jax.algorithms.recipes import RECIPES, policy_loss
+from manus_jax.config.settings import OptimizerSettings
 from manus_jax.learner import objectives
 from manus_jax.learner.mesh import MeshError, make_mesh, param_shardings, param_spec
-from manus_jax.learner.optimizer import adamw, learning_rate
+from manus_jax.learner.optimizer import learning_rate, make_optimizer
 from manus_jax.learner.update import accumulate, init_state, make_update, put_batch
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import AttentionKernel
@@ -146,7 +147,7 @@ def test_ten_steps_of_varying_data_compile_once():
     mesh = make_mesh(1, 2, 1, devices=jax.devices()[:2])
     _, shapes = abstract_model(Transformer, ARCH, Compute())
     params = init_params(Transformer, ARCH, Compute(), 0, param_shardings(shapes, mesh))
-    optimizer = adamw(learning_rate(1e-3, "cosine", 2, 10, 0.1), 0.01, 0.9, 0.999, 1e-8, 1.0)
+    optimizer = make_optimizer(learning_rate(1e-3, "cosine", 2, 10, 0.1), OptimizerSettings())
     update = make_update(policy_objective(compute=on_mesh(mesh)), optimizer, mesh, shapes)
     state = init_state(params, optimizer, mesh)
     for seed in range(10):
@@ -194,7 +195,7 @@ def test_remat_policies_and_entropy_leave_the_gradient_as_it_was():
     params = init_params(Transformer, ARCH, Compute(), 0)
     grads = [
         gradient_of(policy_objective(compute=Compute(remat=r)), params, packed)[0]
-        for r in ("none", "minimal", "attention", "full")
+        for r in ("none", "minimal", "attention", "full", "offload")
     ]
     for other in grads[1:]:
         chex.assert_trees_all_close(other, grads[0], atol=1e-6, rtol=1e-5)

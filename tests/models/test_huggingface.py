@@ -1,8 +1,11 @@
 """Model directories: bad ones are refused in one clear line, good ones load sharded."""
 
 import json
+import re
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import chex
 import jax
@@ -10,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from manus_jax.learner.mesh import make_mesh, param_shardings
-from manus_jax.models import huggingface
+from manus_jax.models import huggingface, loading
 from manus_jax.models.architecture import Architecture, ModelError, from_hf_config, to_hf_config
 from manus_jax.models.transformer import Compute, Transformer, abstract_model, init_params
 
@@ -58,6 +61,19 @@ def test_a_missing_directory_and_one_without_a_config(tmp_path):
         huggingface.load_params(tmp_path)
 
 
+def test_a_model_path_that_is_not_there_names_the_host_and_the_working_directory(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    host = re.escape(socket.gethostname())
+    where = re.escape(str(tmp_path))
+    there = rf"^model.path models/none does not exist in {where} on the host {host}:"
+    with pytest.raises(ModelError, match=there):
+        loading.require_path(Path("models/none"))
+    with pytest.raises(ModelError, match=rf"none does not exist on the host {host}: put the model"):
+        loading.from_path(tmp_path / "none")
+
+
 def test_a_directory_without_weights(model_dir):
     (model_dir / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="contains no weights"):
@@ -76,7 +92,16 @@ def test_an_unknown_architecture_names_those_there_are(model_dir):
         ({"use_sliding_window": True}, "sliding-window"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, "rope scaling 'yarn'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "yarn"),
+        ({"rope_theta": 5.0}, "rope_theta is 5.0, and .* in rope_parameters"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types may only contain"),
+        ({"layer_types": 3}, "layer_types may only contain"),
         ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"num_hidden_layers": True}, "True is not a whole number"),
+        ({"num_hidden_layers": 2.5}, "2.5 is not a whole number"),
+        ({"max_position_embeddings": 10**30}, "is not a whole number up to"),
+        ({"rms_norm_eps": True}, "True is not a number"),
+        ({"tie_word_embeddings": "no"}, "'no' is not true or false"),
     ],
 )
 def test_settings_that_are_not_computed_are_refused(model_dir, change, message):

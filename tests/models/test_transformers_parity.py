@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 from flax import nnx
 
 from manus_jax.files import CHECKSUMS
@@ -12,8 +13,13 @@ from manus_jax.models.transformer import Compute, Transformer, abstract_model
 
 pytestmark = pytest.mark.slow
 
-torch = pytest.importorskip("torch", reason="parity with transformers needs torch")
-transformers = pytest.importorskip("transformers")
+
+@pytest.fixture(scope="module", autouse=True)
+def with_torch():
+    """Imported by the first test and not by every worker that collects this file."""
+    global torch
+    torch = pytest.importorskip("torch", reason="parity with transformers needs torch")
+
 
 SMALL = {
     "vocab_size": 97,

@@ -41,10 +41,44 @@ def test_a_plan_for_gpus_is_lowered_with_its_kernel_and_estimated(tmp_path, tiny
     assert all(u["source"] == "estimated" for u in made["updates"])
     assert all(u["kernels"] == ["triton"] for u in made["updates"])
     policy, critic = made["updates"]
-    beside = policy["memory"]["resident"]["critic and its optimizer"]
-    assert beside == critic["memory"]["parameters"] + critic["memory"]["optimizer"]
+    beside = policy["memory"]["resident"]
+    assert beside["critic parameters"] == critic["memory"]["parameters"]
+    assert beside["critic optimizer"] == critic["memory"]["optimizer"]
     assert "estimated, not compiled" in text and "No compiler" in text
-    assert "rough lower bound" in " ".join(text.split()) and "may fit" in text
+    assert "the compiler took 0.85 to 1.2 times" in " ".join(text.split()) and "may fit" in text
+    # Residents of a forward pass: everything but the parameters that it reads.
+    programs = {p["name"]: p for p in made["programs"]}
+    assert list(programs) == [
+        "policy update",
+        "critic update",
+        "old log-probs",
+        "reference log-probs",
+        "values",
+    ]
+    model, other = policy["memory"], critic["memory"]
+    assert programs["values"]["resident"] == {
+        "policy parameters": model["parameters"],
+        "policy optimizer": model["optimizer"],
+        "critic optimizer": other["optimizer"],
+        "reference policy": model["parameters"],
+    }
+    assert f"during the {max(programs, key=lambda n: programs[n]['peak'])}" in text
+
+
+def test_a_reference_on_the_host_is_on_the_chips_for_its_log_probs_only(tmp_path, tiny):
+    made = planned(tmp_path, *arguments("cuda:2x4x80GB", tiny, "algorithm.reference = 'host'"))
+    programs = {p["name"]: p for p in made["programs"]}
+    size = made["updates"][0]["memory"]["parameters"]
+    assert "reference policy" not in programs["old log-probs"]["resident"]
+    old, reference = programs["old log-probs"]["peak"], programs["reference log-probs"]["peak"]
+    assert reference == old + size
+    # Process 0 keeps the shards of its four GPUs, and the whole model for the engine.
+    assert made["host_memory"] == {
+        "weights, gathered for the engine": 4 * made["parameters"],
+        "reference policy": 4 * size,
+    }
+    # One matrix at a time is whole on each GPU meanwhile: the embedding, 512 x 128 in float32.
+    assert programs["gathering of weights"]["own"] == 4 * 512 * 128
 
 
 def test_without_libtpu_a_tpu_plan_is_an_estimate_and_says_what_to_install(
@@ -103,13 +137,21 @@ def test_a_model_that_fits_in_no_way_says_so(tmp_path, capsys):
     assert "take more of them" in capsys.readouterr().out
 
 
-def test_the_embedded_engine_takes_its_share_of_the_first_chip(tmp_path, tiny):
-    params = ("engine.name = 'jax'", "engine.slots = 4", "engine.dtype = 'bfloat16'")
+def test_the_embedded_engine_takes_its_share_of_every_chip(tmp_path, tiny):
+    params = ("engine.name = 'jax'", "engine.slots = 16", "engine.dtype = 'bfloat16'")
     made = planned(tmp_path, *arguments("cuda:4x80GB", tiny, *params))
     (name,) = [n for n in made["updates"][0]["memory"]["resident"] if "engine" in n]
-    # Weights of two bytes; 4 slots x 256 tokens x 3 layers x (key and value) x 64.
+    # Weights of two bytes; 4 slots of each chip x 256 tokens x 3 layers x (key and value) x 64.
     cache = 2 * 4 * 256 * 3 * 2 * 64
     assert made["updates"][0]["memory"]["resident"][name] == 2 * made["parameters"] + cache
+
+
+def test_the_share_of_gpu_memory_that_a_run_gives_to_jax_is_what_its_plan_may_use(tmp_path, tiny):
+    usable = lambda *params: planned(tmp_path, *arguments("cuda:4x80GB", tiny, *params))["updates"][
+        0
+    ]["memory"]["usable"]
+    assert usable() == 0.9 * 84942979072
+    assert usable("vllm.learner_memory_fraction = 0.5") == 0.5 * 84942979072
 
 
 @pytest.mark.parametrize(
@@ -117,10 +159,16 @@ def test_the_embedded_engine_takes_its_share_of_the_first_chip(tmp_path, tiny):
     [
         ("v9:2x2", "", "", TopologyError, r"unknown topology 'v9:2x2': there are v5e, v5p, v6e"),
         ("v5e:8", "", "", TopologyError, "chips per axis"),
-        ("cuda:8x16GB", "", "", TopologyError, "one of 80GB, 141GB, H100, H200, A100"),
+        (
+            "cuda:8x16GB",
+            "",
+            "",
+            TopologyError,
+            "H200, A100, B200, L4, 4090",
+        ),
         ("cuda:8x80GB", "gpt-9", "", ModelError, "unknown architecture 'gpt-9'"),
         ("cuda:8x80GB", "", "mesh.fsdp = 3", MeshError, "needs 3 devices and there are 8"),
-        ("cuda:8x80GB", "", "data.rows = 12", MeshError, "data.rows to a multiple of 8"),
+        ("cuda:8x80GB", "", "data.rows = 12", MeshError, "set data.rows = 8 or 16"),
         ("cuda:8x80GB", "", "mesh.tensor = 8", MeshError, "2 heads are not divisible by tensor=8"),
         ("cuda:8x80GB", "", "mesh.fspd = 8", ConfigError, "did you mean 'fsdp'"),
     ],

@@ -1,11 +1,20 @@
 """The formulas, against numbers worked out by hand."""
 
+import jax
+import optax
 import pytest
 
+from manus_jax.config.settings import OptimizerSettings
+from manus_jax.learner.learner import LearnerSpec
+from manus_jax.learner.mesh import make_mesh
+from manus_jax.learner.optimizer import make_optimizer
+from manus_jax.learner.packing import RowShape
 from manus_jax.models.architecture import Architecture, ModelError
+from manus_jax.models.transformer import Compute, Transformer, abstract_model
 from manus_jax.planning import estimates
 from manus_jax.planning.architectures import find_architecture
 from manus_jax.planning.chips import TPUS
+from manus_jax.planning.compiling import state_bytes
 from manus_jax.planning.estimates import Workload
 from manus_jax.planning.topologies import Topology
 
@@ -90,13 +99,27 @@ def test_what_a_layer_keeps_of_a_token_follows_the_policy():
 
 
 def test_memory_of_activations_is_split_over_chips_and_grows_with_rows():
-    memory = estimates.estimate_temporaries(workload())
+    memory = estimates.estimate_temporaries(workload(), "cuda")
     # 8 x 128 tokens over 4 chips, three layers, 32 bytes each.
     assert memory.activations == 3 * 32 * 8 * 128 / 4
     assert memory.copies == 2 * 2 * 3 * LAYER / 4
-    doubled = estimates.estimate_temporaries(workload(rows=16))
+    doubled = estimates.estimate_temporaries(workload(rows=16), "cuda")
     assert doubled.activations == 2 * memory.activations
     assert doubled.copies == memory.copies
+
+
+def test_the_optimizers_step_may_need_more_than_the_passes():
+    # Few tokens of a large vocabulary: the clipped gradients and the changes of 4 bytes each.
+    few = estimates.estimate_temporaries(workload(rows=4, length=1, trained=0.01), "cuda")
+    assert few.optimizer == 2 * 4 * (3 * LAYER + 2 * HEAD) / 4
+    assert few.total == max(few.optimizer, few.copies + few.activations + few.layer + few.head)
+
+
+def test_only_the_tpu_compiler_keeps_float32_arrays_and_the_whole_gradient_of_the_embedding():
+    gpu, tpu = (estimates.estimate_temporaries(workload(), p) for p in ("cuda", "tpu"))
+    assert (gpu.embedding, tpu.embedding) == (0, 4 * HEAD)
+    # 256 tokens; q, k, v and the attention's result, three products of the MLP, two inputs.
+    assert tpu.layer - gpu.layer == 2 * 256 * 2 * (2 * 48 + 3 * 64 + 2 * 16)
 
 
 def test_fsdp_gathers_twice_and_scatters_once_a_micro_batch():
@@ -134,3 +157,26 @@ def test_a_groups_bandwidth_follows_the_links_of_its_torus():
     ring = [Place(x, 0) for x in range(16)]
     assert slice_of(16, 16).bandwidth(ring) == 90e9
     assert slice_of(8, 8).bandwidth([Place(0, 0), Place(0, 0, 1)]) == v5e.network
+
+
+def test_the_state_of_the_optimizer_is_counted_where_it_is_kept():
+    mesh = make_mesh(fsdp=2, devices=jax.devices()[:2])
+    _, shapes = abstract_model(Transformer, SMALL, Compute())
+    parameters = sum(x.size for x in jax.tree.leaves(shapes))
+
+    def bytes_of(**settings):
+        opt = OptimizerSettings(**settings)
+        optimizer = make_optimizer(optax.constant_schedule(1e-3), opt)
+        on_host = opt.state == "host"
+        spec = LearnerSpec(
+            shapes, None, None, optimizer, (), RowShape(2, 8), 1, 1, optimizer_on_host=on_host
+        )
+        return state_bytes(spec, mesh)
+
+    # Norms are not sharded, so a device has slightly more than half; counters are 4 bytes each.
+    default, rounded, host = bytes_of(), bytes_of(moment_dtype="bfloat16"), bytes_of(state="host")
+    moments = 2 * default.parameters
+    assert default.parameters > 2 * parameters
+    assert (default.optimizer - moments, default.optimizer_on_host) == (8, 0)
+    assert rounded.optimizer - 8 == 0.75 * moments
+    assert (host.optimizer, host.optimizer_on_host) == (8, moments)

@@ -9,7 +9,7 @@ from planned_runs import arguments, planned, write_tiny
 
 from manus_jax import plan
 from manus_jax.planning.chips import GIB
-from manus_jax.planning.compiling import DoesNotFit, compile_update
+from manus_jax.planning.compiling import DoesNotFit, compile_program
 from manus_jax.planning.topologies import TopologyError, find_topology, has_tpu_compiler
 
 pytestmark = [
@@ -54,13 +54,62 @@ def test_a_small_plan_for_tpus_is_compiled_with_splash_and_adds_up(tmp_path, cap
     assert "attention: splash" in text and "MFU" in text
 
 
+def test_the_programs_of_the_embedded_engine_are_compiled(tmp_path):
+    params = ("engine.name = 'jax'", "engine.tensor = 2", "engine.slots = 8")
+    params += ("engine.cache_tokens = 1024", "engine.dtype = 'bfloat16'")
+    made = planned(tmp_path, *arguments("v5e:2x2", write_tiny(tmp_path), *params))
+    programs = {p["name"]: p for p in made["programs"]}
+    held = made["updates"][0]["memory"]["resident"]["embedded engine"]
+    # 512 tokens of each copy x 3 layers x (key and value) x one head of 64, in bfloat16. Both chips
+    # of a copy have the only key-value head, and half of everything else but the norms.
+    cache = 512 * 3 * 2 * 64 * 2
+    weights = made["parameters"] + 3 * 2 * (64 * 128 + 64) + (3 * 2 + 1) * 128
+    assert held == weights + cache
+    assert programs["engine: new weights"]["own"] == held + weights
+    for name in ("prefill", "decode"):
+        assert held < programs[f"engine: {name}"]["own"] < held + 64 * 2**20
+
+
+def test_an_update_sends_hardly_more_than_fully_sharded_training_must(tmp_path):
+    hidden, mlp, vocab, layers, chips = 896, 4864, 32768, 2, 16  # the widths of Qwen2.5-0.5B
+    made = planned(
+        tmp_path,
+        *arguments(
+            "v5e:4x4",
+            write_tiny(
+                tmp_path,
+                hidden_size=hidden,
+                intermediate_size=mlp,
+                vocab_size=vocab,
+                num_hidden_layers=layers,
+                num_attention_heads=14,
+                num_key_value_heads=2,
+            ),
+            "algorithm.recipe = 'grpo'",
+            "data.rows = 16",
+        ),
+    )
+    # Each micro-batch gathers the layers for the forward and for the backward pass and scatters
+    # their gradient, all in two bytes; it gathers the head in two bytes and scatters its gradient
+    # in four. A chip sends all parts but one.
+    products = 2 * hidden * hidden + 2 * 128 * hidden + 3 * mlp * hidden
+    each = layers * products * (2 + 2 + 2) + vocab * hidden * (2 + 4)
+    theory = made["updates"][0]["micro_batches"] * each * (chips - 1) / chips
+    sent = {}
+    for c in made["updates"][0]["collectives"]:
+        sent[c["kind"]] = sent.get(c["kind"], 0.0) + c["sent"]
+    assert theory * 0.95 <= sum(sent.values()) <= theory * 1.1
+    # Small matrices are gathered by all-reduces; the gradient of a large one would be more.
+    assert sent["all-reduce"] < 0.05 * theory
+
+
 def test_the_compilers_own_verdict_says_how_much_a_program_needs():
     device = find_topology("v5e:2x2").devices[0]
     placed = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
     # 20 GiB in and as much out, where there are 15.75.
     x = jax.ShapeDtypeStruct((5 * 2**30,), jnp.float32, sharding=placed)
     with pytest.raises(DoesNotFit) as caught:
-        compile_update(jax.jit(jnp.sin).lower(x))
+        compile_program(jax.jit(jnp.sin).lower(x))
     assert caught.value.peak == pytest.approx(40 * GIB, rel=0.01)
 
 

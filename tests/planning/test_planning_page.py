@@ -8,19 +8,20 @@ import pytest
 from manus_jax import plan
 from manus_jax.planning.architectures import find_architecture
 from manus_jax.planning.chips import GIB, GPUS, TPUS
+from manus_jax.planning.estimates import COMPILED_TO_ESTIMATED, Workload, estimate_temporaries
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 
 
 def test_the_table_of_chips_is_the_one_in_use():
     chips = {**TPUS, **GPUS}
-    rows = dict(re.findall(r"^\| ([a-zA-Z]\w+) \| ([\d.| ]+) \|$", PAGE, flags=re.MULTILINE))
+    rows = dict(re.findall(r"^\| (\w+) \| ((?:[\d.]+ \| ){4}[\d.]+) \|$", PAGE, flags=re.MULTILINE))
     assert set(rows) == set(chips)
     for name, chip in chips.items():
-        flops, usable, bandwidth, link, network = (float(x) for x in rows[name].split("|"))
+        flops, memory, bandwidth, link, network = (float(x) for x in rows[name].split("|"))
         assert (flops * 1e12, bandwidth * 1e9) == (chip.flops, chip.bandwidth), name
         assert (link * 1e9, network * 1e9) == (chip.link, chip.network), name
-        assert usable == round(chip.usable / GIB, 2), name
+        assert memory == round(chip.memory / GIB, 2), name
 
 
 def test_every_flag_is_on_the_page(capsys):
@@ -40,8 +41,26 @@ def test_the_commands_behind_the_results_are_commands():
     shared = re.findall(r"--gin_param='([^']+)'", PAGE.split("plan() {")[1].split("}")[0])
     for architecture, topology, rows, more in lines:
         assert find_architecture(architecture).num_params > 1e9
-        assert topology.split(":")[0] in TPUS
+        assert topology.split(":")[0] in (*TPUS, "cuda")
         params = [*shared, f"data.rows = {rows}", *re.findall(r"--gin_param='([^']+)'", more)]
         files = ["configs/envs/textcraft.gin", "configs/recipes/grpo.gin"]
         config = plan.read_train_config(files, params)
         assert config.data.rows == int(rows)
+
+
+def test_the_range_that_estimates_state_holds_for_the_compiled_plans_of_the_page():
+    row = (
+        r"^\| (Qwen[\w.-]+) \| [^|]*`(\w+):\S+` ?\S* \| fsdp (\d+)(?:, tensor (\d+))? "
+        r"\| (\d+) × (\d+) \| \S+ \| \S+ \| \S+ \| ([\d.]+) \|"
+    )
+    found = re.findall(row, PAGE, flags=re.MULTILINE)
+    assert len(found) >= 11
+    ratios = []
+    for model, chip, fsdp, tensor, micro_batches, rows, compiled in found:
+        shards = {"data": 1, "fsdp": int(fsdp), "sequence": 1, "tensor": int(tensor or 1)}
+        arch = find_architecture(model)
+        w = Workload(arch, True, int(micro_batches), int(rows), 4096, 0.3, "full", 2, shards)
+        platform = "cuda" if chip == "cuda" else "tpu"
+        ratios.append(float(compiled) * GIB / estimate_temporaries(w, platform).total)
+    low, high = COMPILED_TO_ESTIMATED
+    assert low <= round(min(ratios), 2) <= round(max(ratios), 2) <= high

@@ -11,8 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manus_jax.agentgym.prompts import PROMPTS
-from manus_jax.agentgym.table import ENVIRONMENTS, environment
-from manus_jax.rollout.action_formats import FORMATS, ActionFormat, format_for
+from manus_jax.agentgym.table import ENVIRONMENTS, ActionStyle, environment
+from manus_jax.rollout.action_formats import (
+    FORMATS,
+    ActionFormat,
+    format_for,
+    without_thoughts,
+)
 from manus_jax.rollout.runner import STACK_BYTES
 
 FITTING = [
@@ -30,7 +35,7 @@ def test_the_examples_that_a_prompt_shows_are_parsed(env: str, name: str) -> Non
     action_format = format_for(row, name)
     for example in PROMPTS[env].examples:
         turn = action_format.render(example.thought, example.action)
-        wanted = turn.strip() if row.sends_text else example.action
+        wanted = without_thoughts(turn).strip() if row.sends_text else example.action
         if row.action == "sql_block":
             wanted = "SELECT COUNT(*) FROM item"
         assert action_format.parse(turn, row.action).action == wanted
@@ -89,6 +94,21 @@ def test_any_text_gives_an_action_or_a_reason(text: str, name: str, style) -> No
         ("Action: move up\n\nObservation: wall\n\nThought: then\n\nAction: move left", None),
         ("ReAction: move up", None),
         ("", None),
+        # As instruct models write it: emphasis, headings, lists.
+        ("**Thought:** up\n\n**Action:**\nmove up", "move up"),
+        ("**Action:** move up", "move up"),
+        ("**Action**: move up", "move up"),
+        ("### Action: move up", "move up"),
+        ("**Action:**\n**move up**", "move up"),
+        ("Action: `move up`", "move up"),
+        ("Action: **move up**", "move up"),
+        ("**Action:**", None),
+        ("**Action:** move up\n**Observation:** You moved.", "move up"),
+        ("**Action:** move up\n**Action:** move left", None),
+        ("Action:\n- move up", "move up"),
+        ("Action:\n1. move up\n\nThis brings me closer.", "move up"),
+        ("Action:\n1. move up\n2. move left", None),
+        ("Action:\n- move up\n\n- move left", None),
     ],
 )
 def test_react(text: str, action: str | None) -> None:
@@ -115,6 +135,49 @@ def test_react(text: str, action: str | None) -> None:
 )
 def test_tags(text: str, action: str | None) -> None:
     assert FORMATS["act"].parse(text, "line").action == action
+
+
+@pytest.mark.parametrize("name", PARSED)
+def test_thoughts_are_removed_before_parsing(name: str) -> None:
+    decoy = FORMATS[name].render("I might", "jump")
+    turn = FORMATS[name].render("up", "move up")
+    assert FORMATS[name].parse(f"<think>{decoy}</think>\n{turn}", "line").action == "move up"
+    # The template may have opened the thought in the prompt.
+    assert FORMATS[name].parse(f"{decoy}</think>\n{turn}", "line").action == "move up"
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_an_unfinished_thought_is_not_an_action(name: str) -> None:
+    style = next(iter(FORMATS[name].styles))
+    turn = FORMATS[name].render("up", "move up").replace("</think>", "")
+    parsed = FORMATS[name].parse(f"<think>{turn}", style)
+    assert not parsed.valid and "</think>" in parsed.error
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "style"),
+    [
+        ("react_sql", "Action:\n```sql\nDELETE FROM item", "sql_block"),
+        ("code_as_action", "```python\nact('move up')", "line"),
+        ("react", "Action:\n```\nmove", "line"),
+        ("fenced", "first ```click [3]``` then ```click [4]", "fenced"),
+    ],
+)
+def test_a_code_block_that_the_token_limit_cut_off_is_not_executed(
+    name: str, text: str, style: ActionStyle
+) -> None:
+    assert FORMATS[name].parse(text, style).valid
+    parsed = FORMATS[name].parse(text, style, cut=True)
+    assert not parsed.valid and "cut off" in parsed.error
+    assert FORMATS[name].parse(text + "\n```", style, cut=True).valid
+
+
+@pytest.mark.parametrize("name", [*PARSED, "react_sql", "tool_call"])
+def test_an_error_repeats_the_expected_form(name: str) -> None:
+    style = next(iter(FORMATS[name].styles))
+    parsed = FORMATS[name].parse("I do not know.", style)
+    form = FORMATS[name].instruction.split(":\n\n")[-1]
+    assert parsed.error.endswith(form)
 
 
 def call(**fields: object) -> str:

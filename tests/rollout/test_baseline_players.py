@@ -11,7 +11,7 @@ from envs.registry import load
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.table import ENVIRONMENTS, environment
 from manus_jax.config.settings import RolloutSettings
-from manus_jax.engines.cancellation import Cancellation
+from manus_jax.engines.cancellation import Cancellation, EpisodeCancellation
 from manus_jax.rollout.action_formats import FORMATS, format_for
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
 from manus_jax.rollout.player import EndEpisode, EpisodeContext
@@ -25,7 +25,12 @@ def context(item_id: str) -> EpisodeContext:
     spec = spec_of(item_id)
     action_format = format_for(environment(spec.task.env))
     return EpisodeContext(
-        spec, Opening((), False), action_format, RolloutSettings(), Cancellation(), 1
+        spec,
+        Opening((), False),
+        action_format,
+        RolloutSettings(),
+        EpisodeCancellation(Cancellation()),
+        1,
     )
 
 

@@ -342,3 +342,13 @@ def test_a_tokenizer_without_chat_template_is_refused_at_once(
 def test_settings_that_cannot_work_are_refused(wrong) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         RolloutSettings(**wrong)
+
+
+def test_an_action_that_the_environment_refuses_is_marked(
+    engine_of: EngineOf, pool: EnvironmentPool
+) -> None:
+    answers = ["Action: get 1 oak log", "Action: dance"]
+    trajectory = played(engine_of(says(answers)), pool, "textcraft_3", max_turns=2)
+    assert trajectory.turns[1].observation == "Could not execute dance"
+    assert [turn.valid for turn in trajectory.turns] == [True, True]
+    assert trajectory.turns[1].rejected and not trajectory.turns[1].accepted

@@ -56,6 +56,27 @@ def test_nothing_to_play_is_nothing(engine_of: EngineOf, pool: EnvironmentPool) 
     assert run_episodes([], agent_of(engine_of(oracle())), pool, SETTINGS) == []
 
 
+def test_a_repeated_failure_is_reported_once_with_a_count(
+    engine_of: EngineOf, pool: EnvironmentPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script(request: Request, observation: str) -> str:
+        raise ZeroDivisionError("a bug")
+
+    no_room = dataclasses.replace(SETTINGS, max_total_tokens=32)
+    maze = [spec_of("maze_7", member) for member in range(5)]
+    textcraft = [spec_of("textcraft_3", member) for member in range(3)]
+    outcomes = run_episodes([*maze, *textcraft], agent_of(engine_of(oracle())), pool, no_room)
+    assert {outcome.kind for outcome in outcomes} == {"prompt_too_long"}
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 4 and sum("leaves no room for a turn" in line for line in lines) == 2
+    assert "4 more episodes of maze are dropped (prompt_too_long)" in lines
+    assert "2 more episodes of textcraft are dropped (prompt_too_long)" in lines
+    caplog.clear()
+    run_episodes(maze, agent_of(engine_of(script)), pool, SETTINGS)
+    assert caplog.text.count("Traceback") == 1
+    assert "4 more episodes of maze are dropped (error)" in caplog.text
+
+
 @pytest.mark.bug("B25")
 def test_the_engine_gets_the_requests_of_all_episodes_at_once(
     engine_of: EngineOf, pool: EnvironmentPool

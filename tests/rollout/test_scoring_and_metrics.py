@@ -120,3 +120,17 @@ def test_failures_and_episodes_without_turns_divide_by_nothing() -> None:
     assert rollout_metrics([FAILED])["rollout/failed"] == 1
     silent = dataclasses.replace(two_turns(), turns=(), segments=(), env_reward=0.0)
     assert rollout_metrics([silent])["env/ratio_of_valid_action"] == 0.0
+
+
+def test_refused_actions_and_repeated_failures_are_counted() -> None:
+    """Four turns: fine, refused, the same text refused again, and another refused one."""
+    episode = made([segment([(0, 1), (1, 1), (2, 1), (3, 1)])], [0.0] * 4)
+    texts = ("look", "fly", "fly", "jump")
+    turns = [
+        dataclasses.replace(turn, text=text, rejected=text != "look")
+        for turn, text in zip(episode.turns, texts, strict=True)
+    ]
+    metrics = rollout_metrics([dataclasses.replace(episode, turns=tuple(turns))])
+    assert metrics["env/ratio_of_valid_action"] == 0.25
+    assert metrics["env/ratio_of_rejected_action"] == 0.75
+    assert metrics["env/repeated_failures"] == 1

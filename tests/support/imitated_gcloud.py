@@ -16,6 +16,10 @@ root = pathlib.Path({root!r})
 arguments = sys.argv[1:]
 with open(root / "calls", "a") as calls:
     calls.write(repr(arguments) + "\\n")
+if arguments[:2] == ["storage", "rsync"]:
+    source, target = arguments[-2:]
+    shutil.copytree(source.replace("gs://", str(root) + "/"), target, dirs_exist_ok=True)
+    sys.exit()
 kind, verb, name = arguments[2:5]
 hosts = sorted(root.glob("host-*"))
 if (kind, verb) == ("queued-resources", "create"):
@@ -33,7 +37,11 @@ elif (kind, verb) == ("queued-resources", "delete"):
     (root / "exists").unlink()
 elif (kind, verb) == ("tpu-vm", "scp"):
     for host in hosts:
-        shutil.copy(arguments[4], host / arguments[5].partition(":")[2])
+        target = host / arguments[5].partition(":")[2]
+        if "--recurse" in arguments:
+            shutil.copytree(arguments[4], target / pathlib.Path(arguments[4]).name)
+        else:
+            shutil.copy(arguments[4], target)
 elif (kind, verb) == ("tpu-vm", "ssh"):
     command = next(a for a in arguments if a.startswith("--command=")).partition("=")[2]
     running = [

@@ -49,9 +49,14 @@ SCRATCH = (
 
 
 class Job:
-    """`count` processes with `devices` CPU devices each, on one run directory."""
+    """`count` processes with `devices` CPU devices each, on one run directory.
 
-    def __init__(self, count: int, run_dir: Path, *more: str, devices: int = 2):
+    `last` are settings of the last process only.
+    """
+
+    def __init__(
+        self, count: int, run_dir: Path, *more: str, devices: int = 2, last: tuple[str, ...] = ()
+    ):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -71,6 +76,8 @@ class Job:
                 f"distributed.process_id = {number}",
             )
             params = (*SMALL, f"train.run_dir = '{run_dir}'", *more, *(joined if count > 1 else ()))
+            if number == count - 1:
+                params += last
             log = run_dir.parent / f"{run_dir.name}.{number}.log"
             self._logs.append(log)
             with log.open("w") as file:

@@ -29,3 +29,15 @@ def tpus(topology, slices=1):
 
     more = {"num_slices": slices} if slices > 1 else {}
     return topologies.get_topology_desc(topology, platform="tpu", **more).devices
+
+
+# The learner's devices, by hardware file, and the topology that `plan` compiles for.
+HARDWARE = {
+    "tpu_v5e_64": (lambda: tpus("v5e:8x8"), "v5e:8x8"),
+    "tpu_v5p_32": (lambda: tpus("v5p:2x2x4"), "v5p:2x2x4"),
+    "tpu_v6e_16": (lambda: tpus("v6e:4x4"), "v6e:4x4"),
+    "tpu_host": (lambda: tpus("v5p:2x2x1"), "v5p:2x2x1"),
+    "gpus_one_host": (lambda: gpus(1, 4, 4), "cuda:4x80GB"),
+    "gpus_many_hosts": (lambda: gpus(2, 8, 8), "cuda:2x8x80GB"),
+    "single_gpu": (lambda: gpus(1, 1, 1), "cuda:1x80GB"),
+}

@@ -40,7 +40,7 @@ def planned(tmp_path, *args):
     return json.loads(out.read_text())
 
 
-def write_tiny(directory):
+def write_tiny(directory, **sizes):
     path = directory / "config.json"
-    path.write_text(json.dumps(TINY))
+    path.write_text(json.dumps({**TINY, **sizes}))
     return str(path)

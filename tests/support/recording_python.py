@@ -3,6 +3,8 @@
 import json
 import sys
 
+from manus_jax.files import write_checksums
+
 HEALTHY = """
 from http.server import BaseHTTPRequestHandler, HTTPServer
 class Handler(BaseHTTPRequestHandler):
@@ -55,5 +57,6 @@ def snapshot(root, number=1):
     (directory / "config.json").write_text(json.dumps(config))
     for name in ("model.safetensors", "tokenizer.json"):
         (directory / name).write_text("")
+    write_checksums(directory)
     (directory.parent / "manifest.json").write_text("{}")
     return directory

@@ -97,6 +97,7 @@ def small_run(path: Path, steps: Iterable[int] = range(1, 41)) -> RunDirectory:
         lost = played(tokenizer, f"babyai_{step}#1", [("go up", "wall", 0.0)], env="babyai")
         learned = {won.uid: advantages_of(won, 0.75), lost.uid: advantages_of(lost, -0.75)}
         write_trajectories(path / "trajectories", step, [won, lost], learned)
+    directory.flush_metrics()
     write_trajectories(path / "trajectories", "val_0", [lost])
     return directory
 

@@ -46,8 +46,9 @@ def serving(
     connections: set[socket.socket] | None = None,
     idle_limit: float | None = None,
     closes: str = "",
+    port: int = 0,
 ) -> Iterator[str]:
-    """Serves a function on a free port for the length of the block; gives the URL.
+    """Serves a function on a port (0: a free one) for the length of the block; gives the URL.
 
     `connections` receives the open sockets, so that a test can break them like the end of a
     process does. Connections are closed when idle for `idle_limit` seconds, and after every
@@ -103,7 +104,7 @@ def serving(
         def handle_error(self, *arguments: Any) -> None:
             pass  # clients of these servers hang up on purpose
 
-    server = Server(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", port), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:

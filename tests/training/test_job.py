@@ -63,6 +63,20 @@ def test_a_coordinator_without_an_address_is_named():
         connect(DistributedSettings(coordinator="nowhere.invalid:1234", processes=2))
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("SLURM_NTASKS", "two"), ("JAX_PROCESS_ID", "-1"), ("JAX_NUM_PROCESSES", "\u0662")],
+)
+def test_a_variable_of_the_scheduler_that_is_no_number_is_named(monkeypatch, variable, value):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1234" * ("JAX" in variable))
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=f"the environment variable {variable} = '{value}' is no"):
+        connect(DistributedSettings())
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "nowhere.invalid:1234")
+    with pytest.raises(ConfigError, match=r"'nowhere\.invalid:1234': "):
+        connect(DistributedSettings())
+
+
 def test_a_preemption_is_a_request_to_stop_with_143(monkeypatch):
     job = Job(1, 2)
     asked = []

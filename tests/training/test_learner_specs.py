@@ -3,11 +3,21 @@
 import jax
 import numpy as np
 import pytest
+from mesh_devices import gpus
 
+from manus_jax.config.binding import ConfigError
 from manus_jax.config.commands import read_train_config
 from manus_jax.learner.mesh import make_mesh
 from manus_jax.models.architecture import Architecture
-from manus_jax.training.learner_specs import make_recipe, policy_lr, policy_spec, updates_per_step
+from manus_jax.planning.architectures import find_architecture
+from manus_jax.training.learner_specs import (
+    check_lengths,
+    check_memory,
+    make_recipe,
+    policy_lr,
+    policy_spec,
+    updates_per_step,
+)
 
 ARCH = Architecture("qwen3", 64, 16, 32, 1, 2, 1, 8, qk_norm=True)
 
@@ -50,3 +60,22 @@ def test_buffers_have_room_for_the_episodes_of_a_mini_batch(params, update, step
     mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
     spec = policy_spec(config, make_recipe(config.algorithm), ARCH, mesh)
     assert (spec.update_micro_batches, spec.forward_micro_batches) == (update, step)
+
+
+def test_episodes_longer_than_a_row_are_refused_with_the_nearest_row():
+    lengths = ("rollout.max_total_tokens = 9000", "data.max_length = 8192")
+    with pytest.raises(ConfigError, match=r"9000 is more than .* 8192, .* data.max_length = 9088,"):
+        check_lengths(config_of(*lengths))
+    check_lengths(config_of("rollout.max_total_tokens = 8192", "data.max_length = 8192"))
+
+
+def test_a_model_that_no_batch_makes_fit_is_refused_with_the_devices_that_it_needs():
+    """7,615,616,512 parameters x 8 bytes = 56.7 GiB: 28.4 GiB on each of two devices."""
+    devices = gpus(machines=1, per_machine=4, per_process=4)
+    for device in devices:
+        device.memory_stats = lambda: {"bytes_limit": int(15.75 * 2**30)}
+    arch, data = find_architecture("qwen2.5-7b"), config_of("data.rows = 4").data
+    message = r"56.7 GiB in float32, 28.4 GiB on each of the 2 devices .* 15.8 GiB: use at least 4"
+    with pytest.raises(ConfigError, match=message):
+        check_memory(arch, data, make_mesh(data=2, fsdp=2, devices=devices))
+    check_memory(arch, data, make_mesh(fsdp=4, devices=devices))

@@ -1,5 +1,6 @@
 """A run directory: what may change between two starts of one run, and what may not."""
 
+import json
 import subprocess
 import sys
 
@@ -7,7 +8,8 @@ import pytest
 
 from manus_jax.config.commands import READS, read_sft_config, read_train_config
 from manus_jax.config.run_config import config_text, read_bindings
-from manus_jax.training import build
+from manus_jax.files import DirectoryInUse
+from manus_jax.training import build, run_directory
 from manus_jax.training.job import Job
 from manus_jax.training.run_directory import RunDirectory, RunDirectoryError
 
@@ -72,7 +74,7 @@ def test_two_processes_do_not_write_to_one_run_and_a_killed_one_leaves_it_free(t
         [sys.executable, "-c", code, tmp_path / "run"], stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        with pytest.raises(RunDirectoryError, match="another process is using "):
+        with pytest.raises(DirectoryInUse, match="another process is using "):
             RunDirectory(tmp_path / "run", CONFIG)
         other.kill()
     RunDirectory(tmp_path / "run", "")
@@ -164,3 +166,29 @@ def test_checkpoints_whose_settings_are_lost_are_not_continued(tmp_path, missing
         RunDirectory(tmp_path, CONFIG)
     (tmp_path / "checkpoints" / "4").rmdir()
     RunDirectory(tmp_path, CONFIG)
+
+
+def test_metrics_are_written_at_once_until_that_takes_too_long_and_before_they_are_read(
+    tmp_path, monkeypatch
+):
+    directory = RunDirectory(tmp_path, CONFIG)
+    written = tmp_path / "metrics.jsonl"
+    clock = iter([0.0, 0.0, 0.5, 9.0, 11.0, 11.0, 11.5])  # a write takes half a second
+    monkeypatch.setattr(run_directory.time, "monotonic", lambda: next(clock))
+    directory.append_metrics({"step": 1})
+    assert written.read_text() == '{"step": 1}\n'
+    directory.append_metrics({"step": 2})  # after 9 s; ten seconds are 20 times half a second
+    assert written.read_text() == '{"step": 1}\n'
+    directory.append_metrics({"step": 3})
+    assert written.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    monkeypatch.undo()
+    directory.append_metrics({"step": 4})
+    with directory.flushing_metrics():
+        directory.append_metrics({"step": 5})
+    assert [json.loads(line)["step"] for line in written.read_text().splitlines()] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]

@@ -1,5 +1,6 @@
 """`python -m manus_jax.publish`: a run's checkpoints become versions, followed as they come."""
 
+import shutil
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ from published_models import CARD, changed, copies, exported, model
 from vllm_loopback import LoopbackServer
 
 from manus_jax.engines.protocol import EngineError
+from manus_jax.files import DirectoryInUse
 from manus_jax.models import orbax_params
 from manus_jax.models.orbax_params import CheckpointError
 from manus_jax.publish import main
@@ -65,6 +67,33 @@ def test_directories_that_hold_something_else_are_refused_and_left_alone(tmp_pat
     with pytest.raises(WeightsError, match=r"has version 7, and the newest step of the run is 2"):
         main([str(run), "--to", str(to)])
     assert published_versions(to) == [7]
+
+
+def test_a_version_of_another_run_is_not_taken_for_this_one(tmp_path):
+    to = tmp_path / "weights"
+    for name, seed in (("one", 0), ("other", 1)):
+        save_step(tmp_path / name, 2, model(seed))
+        shutil.rmtree(tmp_path / "made-2")
+    main([str(tmp_path / "one"), "--to", str(to)])
+    with pytest.raises(WeightsError, match=r"version 2 in .* has other weights than .*another run"):
+        main([str(tmp_path / "other"), "--to", str(to)])
+    assert published_versions(to) == [2]
+
+
+def test_two_publishers_do_not_write_to_one_directory(tmp_path):
+    run, to = tmp_path / "run", tmp_path / "weights"
+    save_step(run, 2, model())
+    to.mkdir()
+    hold = "import sys; from pathlib import Path; from manus_jax.files import lock_directory; "
+    hold += "lock = lock_directory(Path(sys.argv[1])); print(flush=True); input()"
+    command = [sys.executable, "-c", hold, str(to)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"\n"
+        with pytest.raises(DirectoryInUse, match="another process is using"):
+            main([str(run), "--to", str(to)])
+        other.communicate(b"\n")
+    main([str(run), "--to", str(to)])
+    assert published_versions(to) == [2]
 
 
 def test_a_server_that_cannot_be_used_is_named_before_anything_is_published(tmp_path):

@@ -1,11 +1,13 @@
 """Publishing: the bytes that `convert` would write, from any mesh, version after version."""
 
+import errno
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,11 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_models import ARCH, CARD, changed, copies, exported, model, tensors_of
 
+from manus_jax.files import verify_checksums
 from manus_jax.learner.mesh import make_mesh, param_shardings
 from manus_jax.models import huggingface
 from manus_jax.models.transformer import Compute, Transformer, abstract_model
 from manus_jax.weights.manifest import (
+    DELTA,
     FULL,
+    SNAPSHOT,
     WeightsError,
     published_versions,
     read_manifest,
@@ -213,8 +218,8 @@ def test_a_disk_that_fills_up_is_one_line_leaves_no_half_and_is_gone_on_from(tmp
     assert ended.returncode == 0, ended.stderr[-2000:]
     told, after_the_failure, at_the_end = ended.stdout.splitlines()
     assert re.match(problem, told)
-    assert after_the_failure == "00000000"
-    assert at_the_end == "00000000 00000002"
+    assert after_the_failure == ".lock 00000000"
+    assert at_the_end == ".lock 00000000 00000002"
 
 
 _FOREVER = """
@@ -249,8 +254,8 @@ def test_a_publisher_killed_while_writing_leaves_only_whole_versions(tmp_path, m
     mirror.advance(root, last)
     assert mirror.held.number == last
     publisher = Publisher(root, CARD)
-    assert not list(root.glob(".*"))
-    assert [int(path.name) for path in sorted(root.iterdir())] == published_versions(root)
+    assert [path.name for path in root.glob(".*")] == [".lock"]
+    assert [int(path.name) for path in sorted(root.glob("[!.]*"))] == published_versions(root)
     publisher.publish(model(), last + 1)
     publisher.close()
 
@@ -267,3 +272,51 @@ def test_a_snapshot_can_be_served_from_after_the_learner_is_gone(publisher):
     shutil.copytree(version_directory(publisher.root, 0) / "full", kept)
     assert huggingface.read_card(kept).architecture == ARCH
     assert (version_directory(publisher.root, 0) / FULL).exists()
+
+
+class Paused(Publisher):
+    """Its snapshots of versions that have a delta wait for `go`, and fail with `problem`."""
+
+    def __init__(self, root):
+        super().__init__(root, CARD, snapshot_every=2, background=True)
+        self.go, self.problem = threading.Event(), None
+
+    def _write_snapshot(self, manifest, directory):
+        if manifest.base is not None:
+            assert self.go.wait(60)
+            if self.problem is not None:
+                raise self.problem
+        return super()._write_snapshot(manifest, directory)
+
+
+def test_a_snapshot_in_the_background_delays_nobody_and_is_that_version(tmp_path, mirror):
+    publisher = Paused(tmp_path / "weights")
+    versions = [changed(model(), 0.1 * number, number) for number in range(4)]
+    for number, params in enumerate(versions[:3]):
+        publisher.publish(params, number)
+    directory = version_directory(publisher.root, 2)
+    assert not read_manifest(publisher.root, 2).has_snapshot
+    mirror.advance(publisher.root, 2)
+    expected = copies(mirror)
+    publisher.go.set()
+    publisher.publish(versions[3], 3)
+    assert read_manifest(publisher.root, 2).has_snapshot
+    assert tensors_of(directory / FULL) == expected
+    verify_checksums(directory / SNAPSHOT)
+    publisher.close()
+    (directory / DELTA).unlink()
+    again = Mirror(tmp_path)
+    again.advance(publisher.root, 3)
+    assert copies(again) == exported(versions[3], tmp_path / "hf")
+
+
+def test_a_snapshot_that_cannot_be_written_ends_the_next_publication(tmp_path):
+    publisher = Paused(tmp_path / "weights")
+    publisher.problem = OSError(errno.ENOSPC, "No space left on device")
+    publisher.go.set()
+    for number in range(3):
+        publisher.publish(model(number), number)
+    with pytest.raises(WeightsError, match="is full"):
+        publisher.publish(model(3), 3)
+    publisher.close()
+    assert published_versions(publisher.root) == [0, 1, 2]
