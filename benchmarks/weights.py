@@ -195,7 +195,6 @@ def measure(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     card = huggingface.new_card(ARCH, root / "tokenizer", "bfloat16")
     params = init_params(Transformer, ARCH, Compute(), 0)
     settings = VllmSettings(servers=1, weights_dir=str(root / "weights"), snapshot_every=10_000)
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     pool = open_vllm(
         card, params, settings, slots=options.requests, dtype=options.dtype, max_length=MAX_LENGTH
     )

@@ -7,6 +7,7 @@ code.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -166,6 +167,32 @@ def fixed_splits(train: Sequence[int], test: Sequence[int]) -> Callable[[str], S
 
 
 @dataclass(frozen=True)
+class ClientTool:
+    """An action as a function; `parameters` is a JSON schema."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ClientView:
+    """What clients need to know about an adapted environment: its rules, actions and rewards.
+
+    The value of a step is the reward so far; it is cut to `low..high` and divided by `high`.
+    """
+
+    instruction: str
+    actions: tuple[str, ...]
+    low: float = -math.inf
+    high: float = 1.0
+    read_timeout: float = 60.0
+    """Seconds that a step may take."""
+    tools: tuple[ClientTool, ...] = ()
+    """If there are any, an action is the call of one: "NAME with Action Input: {json}"."""
+
+
+@dataclass(frozen=True)
 class EnvironmentSpec:
     """An environment: its game, items and players, and how it is served.
 
@@ -214,5 +241,7 @@ class EnvironmentSpec:
     """The default limit on live sessions of a server."""
     max_action: int = 16_384
     """Actions are cut to this many characters."""
+    client: ClientView | None = None
+    """For adapted environments, which have no prompt file and no row in the client's table."""
     requirements: Callable[[], str | None] = nothing_missing
     """What to install or fix before the environment can run, in one sentence; else None."""

@@ -39,13 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for split in ("train", "test"):
             tasks = [f"{spec.name}_{n}" for n in evaluation_order(spec.name, spec.items(split))]
             _write(options.out / f"{split}.json", json.dumps(tasks) + "\n")
-    except (UnknownEnvironment, OSError) as error:
+    except (UnknownEnvironment, OSError, ValueError) as error:
         parser.fail(str(error))
 
 
 def _write(file: Path, text: str) -> None:
     if file.exists():
-        if file.read_bytes() != text.encode():
+        if not file.is_file() or file.read_bytes() != text.encode():
             raise FileExistsError(f"{file} exists with other content; choose another --out")
         return
     work = file.with_name(f".{file.name}.tmp-{os.getpid()}")

@@ -21,66 +21,17 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from envs.bounded_connection import BoundedConnection
 from envs.command import CommandParser
 from envs.registry import UnknownEnvironment, load
 from envs.server import MAX_SESSIONS_PER_CLIENT, build_app
 
 KEY_VARIABLE = "MANUS_JAX_ENV_KEY"
 PARENT_CHECK_SECONDS = 0.5
-REQUEST_SECONDS = 20.0
-"""A request must arrive within this time; clients send it at once."""
-MAX_HEAD_BYTES = 64 * 1024
 STOP_SECONDS = 5.0
 """The process exits this long after SIGTERM, even if a game does not return from a step."""
 MOST_SESSIONS = 1_000_000
-
-
-class BoundedConnection(HttpToolsProtocol):
-    """Closes connections whose request does not arrive in time or has too large a head."""
-
-    _deadline: asyncio.TimerHandle | None = None
-    _arriving = True  # until the first request is complete, and during later ones
-    _in_head = True
-    _head_bytes = 0
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        self._head_bytes += len(data)
-        super().data_received(data)
-        if not self._in_head:
-            self._head_bytes = 0
-        elif self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("The head of the request is too large.")
-        self._watch()
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._arriving = self._in_head = True
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        self._arriving = False
-        super().on_message_complete()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._arriving = False
-        self._watch()
-        super().connection_lost(exc)
-
-    def _watch(self) -> None:
-        if self._arriving and self._deadline is None:
-            self._deadline = self.loop.call_later(REQUEST_SECONDS, self.transport.close)
-        elif not self._arriving and self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
 
 
 class _Server(uvicorn.Server):
@@ -175,8 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.fail(missing)
     try:
         bound = listen(options.host, options.port)
-    except (OSError, UnicodeError) as error:
-        unknown = isinstance(error, socket.gaierror | UnicodeError)
+    except (OSError, UnicodeError, TypeError) as error:
+        unknown = isinstance(error, socket.gaierror | UnicodeError | TypeError)
         hint = "--host" if unknown else "--port (0 selects a free one)"
         parser.fail(
             f"cannot listen on {options.host}:{options.port}: "
@@ -232,8 +183,10 @@ def _check(options: argparse.Namespace, parser: CommandParser) -> None:
 def _api_key(file: Path | None, parser: CommandParser) -> str | None:
     """The key in the file or in the environment; None if neither is given."""
     try:
+        if file is not None and file.exists() and not file.is_file():  # a pipe may never end
+            parser.fail(f"--api_key_file {file} is not a file")
         key = os.environ.get(KEY_VARIABLE, "") if file is None else file.read_text().strip()
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError) as error:
         parser.fail(f"--api_key_file {file} cannot be read: {error}")
     if not (key.isascii() and key.isprintable() and " " not in key):
         parser.fail(f"{file or KEY_VARIABLE} must contain a key of printable ASCII characters")

@@ -6,6 +6,7 @@ User errors exit with code 2 and one line on stderr; anything else is a bug and 
 import argparse
 import difflib
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,13 @@ def config_parser(command: str, description: str) -> Parser:
     return parser
 
 
+def config_comment(parser: Parser, args: argparse.Namespace) -> str:
+    """The command as a line of comment, for the `config.gin` of a run."""
+    files = [f"--gin_file={path}" for path in args.gin_file]
+    params = [f"--gin_param={' '.join(param.split())}" for param in args.gin_param]
+    return f"# {parser.prog} {shlex.join([*files, *params])}\n"
+
+
 def number(kind: type[float], **limits: float) -> Callable[[str], float]:
     """The type of a flag that is an int or a float within the limits of `Range`."""
     allowed = Range(**limits)
@@ -100,6 +108,12 @@ def path(text: str) -> Path:
 def _writable(text: str) -> Path:
     """A path that exists and can be written, or that can be made."""
     target = path(text)
+    if target.name in ("", ".."):
+        target = Path(os.path.abspath(target))
+    if not target.name:
+        raise argparse.ArgumentTypeError(f"{text} is the root directory")
+    if target.is_symlink() and not target.exists():
+        raise argparse.ArgumentTypeError(f"{text} is a link to nothing")
     there = next(p for p in (target, *target.absolute().parents) if p.exists())
     if there != target and not there.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: {there} is not a directory")

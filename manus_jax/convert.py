@@ -1,6 +1,5 @@
 """`python -m manus_jax.convert from-hf|to-hf`: converts between Hugging Face and Orbax."""
 
-import tempfile
 from pathlib import Path
 
 from manus_jax import command
@@ -15,13 +14,14 @@ def from_hf(hf: Path, out: Path) -> Path:
     """Writes `out/checkpoints/0` and `out/model`: a run directory that contains only a model."""
     if orbax_params.list_steps(out / "checkpoints") or (out / "config.gin").exists():
         raise ModelError(f"{out} holds a run already; choose another --out")
-    huggingface.read_card(hf)
+    if (out / "config.json").exists():
+        raise ModelError(f"{out} holds a Hugging Face model; choose another --out")
+    card = huggingface.read_card(hf)
     huggingface.verify_model(hf)
     if any(hf.glob("tokenizer*")):
-        open_tokenizer(hf)
+        open_tokenizer(hf, card.architecture.vocab_size)
     else:
         print(f"{hf} has no tokenizer: the result can be converted back, but not trained or played")
-    _check_writable(out)
     huggingface.check_finite(hf)
     params, card = huggingface.open_params(hf)
     card.save(out / "model")
@@ -33,13 +33,7 @@ def to_hf(checkpoint: Path, out: Path) -> None:
     step_dir, card_dir = orbax_params.find_checkpoint(checkpoint)
     card = ModelCard.load(card_dir)
     huggingface.check_new(out)
-    _check_writable(out.parent)
     huggingface.save_hf(open_step(step_dir, card), card, out)
-
-
-def _check_writable(directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=directory).close()
 
 
 def main(arguments: list[str]) -> None:

@@ -31,8 +31,12 @@ class Stopped(Exception):
         return cls(f"stopped after step {step} of {total_steps}, which is saved; {RESUMES}", code)
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, handled like Ctrl-C: an exception that stops servers on its way out."""
+class Interrupted(KeyboardInterrupt):
+    """A signal as an exception, which stops servers on its way out; this class is Ctrl-C's."""
+
+
+class Terminated(Interrupted):
+    """SIGTERM, handled like Ctrl-C."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -66,12 +70,11 @@ def report_error(error: BaseException, interrupted: str = "") -> int:
     An expected error is one line; anything else is a traceback.
     """
     if isinstance(error, UserError) or is_disk_error(error):
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {_one_line(error, 1000)}", file=sys.stderr)
     elif is_out_of_memory(error):
-        detail = " ".join(str(error).split())[:300]
         print(
             "error: out of memory; lower data.rows, data.max_length, engine.slots or the size of "
-            f"the model (python -m manus_jax.plan estimates what fits). {detail}",
+            f"the model (python -m manus_jax.plan estimates what fits). {_one_line(error, 300)}",
             file=sys.stderr,
         )
     elif isinstance(error, Stopped):
@@ -82,3 +85,8 @@ def report_error(error: BaseException, interrupted: str = "") -> int:
     else:
         traceback.print_exception(error)
     return exit_code(error)
+
+
+def _one_line(error: BaseException, longest: int) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= longest else f"{text[:longest]}…"

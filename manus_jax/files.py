@@ -14,8 +14,10 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -43,6 +45,22 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         os.fsync(file.fileno())
     work.replace(path)
     sync_directory(path.parent)
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Opens a file for reading; OSError for pipes and devices, whose end may never come."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        reason = "Is a directory" if path.is_dir() else "it is not a file"
+        raise OSError(errno.EINVAL, reason, str(path))
+    return os.fdopen(handle, "rb")
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, as from `open_file`."""
+    with open_file(path) as file:
+        return file.read().decode()
 
 
 def sync_directory(path: Path) -> None:
@@ -141,7 +159,7 @@ def verify_checksums(directory: Path) -> None:
     """Raises DamagedError unless SHA256SUMS exists and every file that it lists is unchanged."""
     path = directory / CHECKSUMS
     try:
-        text = path.read_text()
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         problem = "is missing" if isinstance(error, FileNotFoundError) else f"is damaged: {error}"
         raise DamagedError(f"{path} {problem}") from None
@@ -167,9 +185,7 @@ def _leaves(name: str) -> bool:
 
 def _checksums(directory: Path, names: Sequence[str], sync: bool) -> str:
     def digest(name: str) -> str:
-        if not (directory / name).is_file():  # opening a pipe would wait for a writer
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory / name)
-        with (directory / name).open("rb") as file:
+        with open_file(directory / name) as file:
             if sync:
                 os.fsync(file.fileno())
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -72,6 +72,7 @@ def url_problem(url: str) -> str | None:
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port
+        (parts.hostname or "").encode("idna")  # as for a connection: no empty or long label
     except ValueError:
         return "is not an address: write http://HOST:PORT"
     plain = url.isprintable() and not any(c.isspace() for c in url)

@@ -8,8 +8,12 @@ with `REGISTRY.add(object)`. A gin binding selects it by name; iteration lists t
 
 import contextlib
 import difflib
-from collections.abc import Callable, ItemsView, Iterator, ValuesView
-from typing import Generic, TypeVar
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, ValuesView
+from typing import Any, Generic, TypeVar
 
 from manus_jax.errors import UserError
 
@@ -82,3 +86,52 @@ class Registry(Generic[T]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._items
+
+
+def parameter_problem(
+    what: str,
+    function: Callable[..., object],
+    parameters: Mapping[str, Any],
+    skip: int,
+    given: Collection[str] = (),
+) -> str | None:
+    """Why `function` cannot be called with these parameters of a configuration; None if it can.
+
+    Its first `skip` arguments and those in `given` come from the program. `what` names it.
+    """
+    signature = inspect.signature(function)
+    named = [
+        parameter.name
+        for parameter in list(signature.parameters.values())[skip:]
+        if parameter.name not in given
+        and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    for name in parameters:
+        if name not in named:
+            return f"{what} has no parameter {name!r}; it has {', '.join(named) or 'none'}"
+    for name in named:
+        if name not in parameters and signature.parameters[name].default is inspect.Parameter.empty:
+            return f"{what} needs the parameter {name!r}"
+    for name, value in parameters.items():
+        annotation = signature.parameters[name].annotation
+        if not _fits(value, annotation):
+            return f"{what}: {name} = {value!r} must be {inspect.formatannotation(annotation)}"
+    return None
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether a parameter has its annotated type; unusual annotations are ignored."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return value in typing.get_args(annotation)
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        return any(_fits(value, each) for each in typing.get_args(annotation))
+    if annotation is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    if annotation in (int, bool, str, types.NoneType):
+        return type(value) is annotation
+    if typing.get_origin(annotation) is Mapping:
+        keys, values = typing.get_args(annotation)
+        return isinstance(value, Mapping) and all(
+            _fits(key, keys) and _fits(each, values) for key, each in value.items()
+        )
+    return True

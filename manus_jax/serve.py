@@ -15,6 +15,7 @@ from manus_jax.config.vllm_options import check_options
 from manus_jax.vllm.access import KEY_VARIABLE, check_host, check_port, read_api_key
 from manus_jax.vllm.gpu_partition import gpu_names
 from manus_jax.vllm.server_process import (
+    MAX_LORA_RANK,
     model_directory,
     run_server,
     server_command,
@@ -38,6 +39,11 @@ def main(arguments: list[str]) -> None:
         type=command.number(int, at_least=1, at_most=2**16),
         default=64,
         help="generations at once (64)",
+    )
+    parser.add_argument(
+        "--lora-rank",
+        type=command.number(int, at_least=1, at_most=MAX_LORA_RANK),
+        help="takes LoRA adapters up to this rank instead of whole models",
     )
     parser.add_argument(
         "--dtype",
@@ -72,9 +78,11 @@ def main(arguments: list[str]) -> None:
         slots=args.slots,
         dtype=args.dtype,
         keyed=api_key is not None,
+        lora_rank=args.lora_rank,
         more=args.more,
     )
-    environment = server_environment(python, api_key, args.gpus)
+    adapters = args.lora_rank is not None
+    environment = server_environment(python, api_key, args.gpus, adapters)
     host = f"[{args.host}]" if ":" in args.host else args.host
     url = f"http://{host}:{args.port}"
     sys.exit(run_server(server, environment, url, model, args.address_file))

@@ -16,6 +16,7 @@ def main(arguments: list[str]) -> None:
     parser = command.config_parser("sft", "Fine-tunes a model on agent conversations.")
     args = parser.parse_args(arguments)
     settings = read_sft_config(args.gin_file, args.gin_param)
+    written = command.config_comment(parser, args) + config_text(settings, READS["sft"])
     use_compilation_cache(settings.compilation)
     sft = settings.sft
     with (
@@ -23,7 +24,7 @@ def main(arguments: list[str]) -> None:
         recorded("sft", settings.status.every_s, settings.status.watchdog_minutes, job.number),
         disk_errors(Path(sft.run_dir)),
     ):
-        last = supervised.run(settings, config_text(settings, READS["sft"]), job)
+        last = supervised.run(settings, written, job)
     if not job.primary:
         return
     for name in ("train/loss", "val/loss", "val/unigram_entropy"):

@@ -1,48 +1,97 @@
-"""SIGINT (Ctrl-C) and SIGTERM as exceptions, which stop servers and remove temporary files."""
+"""SIGINT (Ctrl-C) and SIGTERM as exceptions, which stop servers and remove temporary files.
+
+Python discards exceptions that are raised in garbage collection, finalizers and closing files. The
+signal is then sent again: an exception that is gone before its block has ended was discarded.
+"""
 
 import contextlib
+import functools
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from manus_jax.errors import Terminated
+from manus_jax.errors import Interrupted, Terminated
 
 _AGAIN_S = 0.02
 
 
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Within the block, SIGTERM raises an exception as SIGINT does.
+Hook = Callable[["sys.UnraisableHookArgs"], object]
 
-    Python discards exceptions in garbage collection and finalizers, where JAX runs code of its own;
-    the signal is then sent again.
-    """
 
-    def interrupt(number: int, _: FrameType | None) -> None:
-        raise as_exception(number)
+class _Block:
+    """The exceptions that signals have raised within an `interruptible` block."""
 
-    def discarded(unraisable: "sys.UnraisableHookArgs") -> None:
-        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
-            hook(unraisable)
-            return
-        number = signal.SIGTERM if isinstance(unraisable.exc_value, Terminated) else signal.SIGINT
+    def __init__(self) -> None:
+        self._raised: set[weakref.ref[Interrupted]] = set()
+        self._timers: list[threading.Timer] = []
+
+    def watch(self, exception: Interrupted, number: int) -> None:
+        gone = functools.partial(self._discarded, number)
+        self._raised.add(weakref.ref(exception, gone))
+
+    def close(self) -> None:
+        self._raised.clear()  # a reference that is gone itself calls nothing
+        for timer in self._timers:
+            timer.cancel()
+            timer.join()
+
+    def _discarded(self, number: int, reference: "weakref.ref[Interrupted]") -> None:
+        self._raised.discard(reference)
+        self.send_again(number)
+
+    def send_again(self, number: int) -> None:
         # To the main thread, because a sleep there is not interrupted by a signal to another one.
         arguments = (threading.main_thread().ident, number)
-        threading.Timer(_AGAIN_S, signal.pthread_kill, arguments).start()
+        timer = threading.Timer(_AGAIN_S, signal.pthread_kill, arguments)
+        self._timers.append(timer)
+        timer.start()
 
-    # The hook first: a signal may arrive as soon as its handler is set.
-    hook, sys.unraisablehook = sys.unraisablehook, discarded
+
+_blocks: list[_Block] = []  # those that are open, the innermost last
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Within the block, SIGTERM raises an exception as SIGINT does, and neither is lost."""
+    hook = sys.unraisablehook
+    block = _Block()
+    # Before the handlers: a signal may arrive as soon as they are set.
+    sys.unraisablehook = functools.partial(_report_discarded, hook)
+    _blocks.append(block)
     try:
         with handled_by(interrupt):
-            yield
+            try:
+                yield
+            finally:
+                block.close()
     finally:
+        _blocks.remove(block)
         sys.unraisablehook = hook
 
 
-def as_exception(number: int) -> KeyboardInterrupt:
-    return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """The handler of a signal that raises its exception."""
+    exception = Terminated() if number == signal.SIGTERM else Interrupted()
+    if _blocks:
+        while frame is not None:
+            if frame.f_code is _report_discarded.__code__:  # which is to complete its report
+                _blocks[-1].send_again(number)
+                return
+            frame = frame.f_back
+        _blocks[-1].watch(exception, number)
+    try:
+        raise exception
+    finally:
+        del exception  # which the traceback would otherwise keep alive with this frame
+
+
+def _report_discarded(hook: Hook, unraisable: "sys.UnraisableHookArgs") -> None:
+    """Python's report of a discarded exception, without those that are sent again."""
+    if not isinstance(unraisable.exc_value, Interrupted):
+        hook(unraisable)
 
 
 @contextlib.contextmanager

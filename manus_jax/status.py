@@ -52,7 +52,7 @@ class Status:
 
     def begin(self, command: str, process: int | None = None) -> None:
         """Starts the status of a command; `process` is its number in a job of several."""
-        self._command, self._began = command, time.time()
+        self._command, self.began = command, time.time()
         self._process = "" if process is None else f"process {process}: "
         self._waits = False
         self._directory: Path | None = None
@@ -217,7 +217,7 @@ class Status:
             "metrics": {name: _finite(value) for name, value in self.metrics.items()},
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "started": self._began,
+            "started": self.began,
             "time": time.time(),
         }
 

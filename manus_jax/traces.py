@@ -1,7 +1,10 @@
-"""`python -m manus_jax.traces NAME --n N --out F.parquet`: oracle episodes to fine-tune on."""
+"""`python -m manus_jax.traces NAME --n N --out F.parquet`: episodes to fine-tune on.
+
+The oracle plays them, or with `--policy openai:MODEL@URL` a model behind OpenAI's chat API.
+"""
 
 from manus_jax import command
-from manus_jax.rollout.traces import write_traces
+from manus_jax.rollout.traces import Selection, write_traces
 
 
 def main(arguments: list[str]) -> None:
@@ -23,10 +26,25 @@ def main(arguments: list[str]) -> None:
         default=0,
         help="selects the items and their order",
     )
+    parser.add_argument(
+        "--policy", default="oracle", help="oracle, random, or openai:MODEL@URL (a chat API)"
+    )
+    parser.add_argument(
+        "--attempts",
+        type=command.number(int, at_least=1, at_most=1000),
+        default=1,
+        help="episodes of each item, of which the best is kept",
+    )
+    parser.add_argument(
+        "--min_reward",
+        type=command.number(float, at_least=-1e6, at_most=1e6),
+        help="keep episodes with this reward or more; without it, successes",
+    )
     args = parser.parse_args(arguments)
     if args.out.suffix != ".parquet":
         parser.error(f"--out {args.out} must end in .parquet")
-    write_traces(args.name, args.split, args.n, args.seed, args.out)
+    choice = Selection(args.policy, args.attempts, args.min_reward)
+    write_traces(args.name, args.split, args.n, args.seed, args.out, choice)
     print(f"wrote {args.n} episodes of {args.name} to {args.out}")
 
 

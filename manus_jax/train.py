@@ -21,7 +21,8 @@ def main(arguments: list[str]) -> None:
     args = parser.parse_args(arguments)
     settings = with_engine_settings(read_train_config(args.gin_file, args.gin_param))
     train = settings.train
-    written = config_text(settings, read_with_engine(READS["train"], settings.engine.name))
+    read = read_with_engine(READS["train"], settings.engine.name)
+    written = command.config_comment(parser, args) + config_text(settings, read)
     settings = dataclasses.replace(settings, engine_settings=claim_gpus(settings.engine_settings))
     use_compilation_cache(settings.compilation)
     with (

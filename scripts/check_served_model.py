@@ -20,7 +20,8 @@ from manus_jax.models.loading import PolicySource, from_path
 from manus_jax.rollout.build_rollout import open_engine
 from manus_jax.vllm.access import read_api_key
 from manus_jax.vllm.addresses import read_addresses
-from manus_jax.vllm.client import VllmServer, label_of
+from manus_jax.vllm.client import VllmServer
+from manus_jax.weights.manifest import label_of
 from manus_jax.weights.mirror import Mirror, newest
 
 MAX_LENGTH = 256

@@ -132,7 +132,7 @@ main() {
   make_model
   (umask 077 && "$PYTHON" -c 'import secrets; print(secrets.token_urlsafe(32))' >"$directory/key")
   VLLM_API_KEY=$(<"$directory/key")
-  export VLLM_API_KEY VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
+  export VLLM_API_KEY
 
   env_port=$(free_port)
   say "starting an environment server on port $env_port"

@@ -15,14 +15,31 @@ log=$state/train.log
 cd "$home" || exit 1
 mkdir -p "$state"
 
+# Google's packages are not in Ubuntu's repositories.
+install_gcsfuse() {
+  local site=https://packages.cloud.google.com/apt keys=/usr/share/keyrings/cloud.google.asc
+  curl -fsSL "$site/doc/apt-key.gpg" | sudo tee "$keys" >/dev/null || return
+  echo "deb [signed-by=$keys] $site gcsfuse-$(. /etc/os-release && echo "$VERSION_CODENAME") main" |
+    sudo tee /etc/apt/sources.list.d/gcsfuse.list >/dev/null || return
+  install_packages gcsfuse
+}
+
+install_packages() { sudo apt-get update -q && sudo apt-get install -q -y "$@"; }
+
 mount_one() {
   local source=${1%%=*} directory=${1#*=}
   if mountpoint -q "$directory"; then return; fi
   sudo mkdir -p "$directory" && sudo chown "$(id -u):$(id -g)" "$directory" || return
   case $source in
     # Hosts wait for each other's files, so that a file is missing must not be cached.
-    gs://*) gcsfuse --implicit-dirs --metadata-cache-negative-ttl-secs=0 "${source#gs://}" "$directory" ;;
-    *) sudo mount -t nfs "$source" "$directory" ;;
+    gs://*)
+      command -v gcsfuse >/dev/null || install_gcsfuse || return
+      gcsfuse --implicit-dirs --metadata-cache-negative-ttl-secs=0 "${source#gs://}" "$directory"
+      ;;
+    *)
+      command -v mount.nfs >/dev/null || install_packages nfs-common || return
+      sudo mount -t nfs "$source" "$directory"
+      ;;
   esac
 }
 
@@ -32,9 +49,7 @@ install() {
     mkdir -p "$3" && gcloud storage rsync --recursive "$2" "$3" || return
     shift 3
   fi
-  if ! command -v "$python" >/dev/null; then
-    sudo apt-get update -q && sudo apt-get install -q -y "$python" "$python-venv" || return
-  fi
+  command -v "$python" >/dev/null || install_packages "$python" "$python-venv" || return
   for mount in "$@"; do mount_one "$mount" || return; done
   "$python" -m venv .venv && .venv/bin/pip install -q -e '.[tpu]'
 }

@@ -19,6 +19,8 @@ usage: scripts/train_$ALGORITHM.sh [options] [-- options of python -m manus_jax.
   --env_urls URL[,URL...]  use running servers, for instance AgentGym's, and start none;
                            tasks are read from --data_dir (data/NAME)
   --env_spec MODULE:SPEC   serve an environment that is not part of this project
+  --env_python PATH        interpreter that runs the servers (venvs/NAME/bin/python if
+                           scripts/setup_env.sh has created it, else that of the trainer)
   --hardware NAME          file of configs/hardware/ (gpus_one_host)
 
 Settings come from configs/envs/NAME.gin (configs/base.gin if there is none), then
@@ -48,13 +50,13 @@ require_number() {
 }
 
 parse_arguments() {
-  env_name=webshop num_servers=1 base_port='' data_dir='' exp_name_suffix='' env_urls='' env_spec=''
+  env_name=webshop num_servers=1 base_port='' data_dir='' exp_name_suffix='' env_urls='' env_spec='' env_python=''
   hardware=gpus_one_host
   trainer_options=()
   while (($#)); do
     case $1 in
       --env_name | --num_servers | --base_port | --data_dir | --exp_name_suffix | --env_urls | --env_spec | \
-        --hardware)
+        --env_python | --hardware)
         (($# > 1)) || die "$1 needs a value"
         require_plain "$1" "$2"
         printf -v "${1#--}" %s "$2"
@@ -75,7 +77,11 @@ parse_arguments() {
   [[ $env_name =~ ^[A-Za-z0-9_]+$ ]] || die "--env_name must be a name, not '$env_name'"
   require_number --num_servers "$num_servers" 1000
   [[ -z $base_port ]] || require_number --base_port "$base_port" 65535
-  [[ -z $env_urls || -z $env_spec ]] || die "--env_spec has no effect with --env_urls, which starts no server"
+  [[ -z $env_urls || -z $env_spec$env_python ]] ||
+    die "--env_spec and --env_python have no effect with --env_urls, which starts no server"
+  if [[ -z $env_python && -x venvs/$env_name/bin/python ]]; then env_python=venvs/$env_name/bin/python; fi
+  env_python=${env_python:-$PYTHON}
+  command -v "$env_python" >/dev/null || die "no interpreter '$env_python' for --env_python"
 }
 
 # Prints the first existing task file in data_dir with one of the given names.
@@ -130,7 +136,7 @@ start_servers() {
   for ((i = 0; i < num_servers; i++)); do
     port=$((base_port + i))
     log=$logs/server_$port.log
-    "$PYTHON" -m envs.serve "${env_spec:-$env_name}" --port "$port" --parent_pid $$ \
+    PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$env_python" -m envs.serve "${env_spec:-$env_name}" --port "$port" --parent_pid $$ \
       >"$log" 2>&1 </dev/null &
     servers+=($!)
     urls+=("http://127.0.0.1:$port")

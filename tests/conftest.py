@@ -46,7 +46,7 @@ if "CI" not in os.environ:  # where hypothesis has no deadline and fixed example
     settings.load_profile("no_deadline")
 
 INTEGRATION = Path(__file__).parent / "integration"
-ALWAYS_SLOW = ("smollm2", "vllm", "java")
+ALWAYS_SLOW = ("smollm2", "vllm", "java", "tokenizers")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

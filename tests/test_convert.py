@@ -110,8 +110,8 @@ BAD_MODELS = {
     "broken index": (lambda d: (d / INDEX).write_text("{"), "index.json is not valid JSON"),
     "empty index": (lambda d: (d / INDEX).write_text("{}"), "no weight_map"),
     "list index": (lambda d: (d / INDEX).write_text('{"weight_map": []}'), "no weight_map"),
-    "broken tokenizer": (lambda d: (d / "tokenizer.json").write_text("{"), "no tokenizer"),
-    "odd tokenizer": (lambda d: (d / "tokenizer.json").write_text("[]"), "no tokenizer"),
+    "broken tokenizer": (lambda d: (d / "tokenizer.json").write_text("{"), "files are damaged"),
+    "odd tokenizer": (lambda d: (d / "tokenizer.json").write_text("[]"), "files are damaged"),
     "NaN weight": (
         lambda d: change_tensor(d, "model.norm.weight", set_first(np.nan)),
         "model.norm.weight contains values that are not finite",

@@ -1,8 +1,10 @@
 """Checksums of a directory: every change of a listed file is found, and other files are ignored."""
 
 import hashlib
+import os
 import random
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from manus_jax.files import (
     CHECKSUMS,
     DamagedError,
     is_plain_name,
+    open_file,
     remove_leftovers,
     verify_checksums,
     write_atomically,
@@ -108,3 +111,17 @@ def test_leftovers_of_killed_writers_are_removed_and_nothing_else(tmp_path):
     remove_leftovers(tmp_path)
     remove_leftovers(tmp_path / "nowhere")
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "config.gin"]
+
+
+def test_pipes_and_devices_are_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(OSError, match="it is not a file"):
+            open_file(path)
+
+
+def test_a_pipe_in_place_of_a_listed_file_is_damage(directory):
+    (directory / "a").unlink()
+    os.mkfifo(directory / "a")
+    with pytest.raises(DamagedError, match="a cannot be read: it is not a file"):
+        verify_checksums(directory)

@@ -136,12 +136,16 @@ def test_files_that_cannot_be_written_do_not_end_the_run(tmp_path: Path) -> None
 
 
 def test_the_watchdog_names_what_hangs_with_its_stack(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release = threading.Event()
+    now = [1000.0]  # the watchdog's clock, so that both threads become late together
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    monkeypatch.setattr(status, "time", clock)
+    release, both_work = threading.Event(), threading.Barrier(3)
 
     def wait_for_the_server() -> None:
         with STATUS.working("maze server http://a: step"):
+            both_work.wait()
             release.wait()
 
     threads = [threading.Thread(target=wait_for_the_server, name=f"episode_{i}") for i in range(2)]
@@ -150,6 +154,8 @@ def test_the_watchdog_names_what_hangs_with_its_stack(
         with STATUS.phase("gen"):
             for thread in threads:
                 thread.start()
+            both_work.wait()
+            now[0] += 0.2
 
             def stuck() -> list[dict[str, Any]]:
                 found = read(tmp_path)["stuck"] if (tmp_path / "status.json").exists() else []
@@ -157,7 +163,8 @@ def test_the_watchdog_names_what_hangs_with_its_stack(
 
             [entry] = eventually(stuck)
             stuck_gauge = re.compile(r'^manus_jax_stuck\{run=".*"\} [12]\.0$', re.MULTILINE)
-            eventually(lambda: stuck_gauge.search((tmp_path / "metrics.prom").read_text()))
+            gauges = tmp_path / "metrics.prom"  # written after status.json
+            eventually(lambda: gauges.exists() and stuck_gauge.search(gauges.read_text()))
             release.set()
             for thread in threads:
                 thread.join()

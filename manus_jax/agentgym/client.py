@@ -58,6 +58,8 @@ class Session:
         self.row = row
         self.root = root
         self.id: int | str | None = None
+        self.available_actions: tuple[str, ...] = ()
+        """The actions that are possible now, where the server lists them."""
         self.listener = listener
         self._incarnation = incarnation
         self._connection = Connection(row, root, settings or EnvPoolSettings())
@@ -104,6 +106,7 @@ class Session:
                 raise self._malformed("reset", detail) from error
             if not isinstance(view, str):
                 raise self._malformed("reset", f"the observation is {shortened(repr(view))}")
+        self._note_actions(answer)
         self._first_view = view
         self._episode, self._done = EpisodeReward(self.row.reward), False
         return _encodable(view)
@@ -130,11 +133,17 @@ class Session:
             except (ValueError, OverflowError) as error:
                 raise self._malformed("step", f"{error} in {shortened(repr(answer))}") from error
         self._done = done
+        self._note_actions(answer)
         used = (self.row.view_field, self.row.done_field)
         info = {key: part for key, part in answer.items() if key not in used}
         if self.listener:
             self.listener(None)
         return StepResult(_encodable(view), reward, done, info)
+
+    def _note_actions(self, answer: Any) -> None:
+        listed = answer.get("available_actions") if isinstance(answer, dict) else None
+        actions = listed if isinstance(listed, list) else ()
+        self.available_actions = tuple(_encodable(str(action)) for action in actions)
 
     def close(self) -> None:
         """Closes the game, where the server has a route for that, and the connection."""
@@ -151,6 +160,10 @@ class Session:
         finally:
             self.id = None
             self._connection.close()
+
+    def limit(self, deadline: float) -> None:
+        """Ends all calls but `close` at this time of the monotonic clock."""
+        self._connection.deadline = deadline
 
     def disconnect(self) -> None:
         """Drops the connection and keeps the game; the next call connects again."""

@@ -1,13 +1,12 @@
 """HTTP calls to one environment server; every failure is an `EnvironmentFailure`.
 
-A response is bounded in time and size. Calls use the standard library's HTTP client: a call holds
-the interpreter lock for 0.2 ms, a quarter of the time that requests needs, which bounds the number
-of concurrent episodes.
+A response is bounded in time and size. The time for which a call holds the interpreter lock bounds
+the number of concurrent episodes, so calls use sockets and `send_request` instead of a library.
 """
 
-import contextlib
 import http.client
 import json
+import math
 import os
 import re
 import time
@@ -18,7 +17,8 @@ from urllib.parse import urlsplit
 from manus_jax.agentgym.failures import EnvironmentFailure, FailureKind, shortened
 from manus_jax.agentgym.table import EnvironmentRow
 from manus_jax.config.server_settings import EnvPoolSettings
-from manus_jax.servers.bounded_http import TooLarge, limit_response, readable
+from manus_jax.run_slots import SLOTS
+from manus_jax.servers.bounded_http import TooLarge, readable, request_head, send_request
 from manus_jax.servers.processes import ServerSetupError
 
 # uvicorn closes a connection that was idle for 5 s. A request sent at that moment would be lost,
@@ -83,7 +83,10 @@ class Response:
 
 
 class Connection:
-    """One HTTP connection to one server; every failure is an EnvironmentFailure."""
+    """One HTTP connection to one server; every failure is an EnvironmentFailure.
+
+    Calls without a timeout of their own end at `deadline`, a time of the monotonic clock.
+    """
 
     def __init__(self, row: EnvironmentRow, root: str, settings: EnvPoolSettings) -> None:
         self.row = row
@@ -93,6 +96,8 @@ class Connection:
         self._parts = urlsplit(root)
         self._http: http.client.HTTPConnection | None = None
         self._last_call = 0.0
+        self._head = b""
+        self.deadline = math.inf
         self.headers = authorization()
 
     def call(
@@ -101,18 +106,24 @@ class Connection:
         """Sends one request; raises EnvironmentFailure unless a response arrives in time."""
         seconds = timeout or self._settings.read_timeout or self.row.read_timeout
         content = None if body is None else json.dumps(body).encode()
-        headers = self.headers if body is None else {**self.headers, **_JSON}
-        connection = self.connected(method, path)
-        limit_response(connection, seconds, MAX_RESPONSE)
+        left = math.inf if timeout else self.deadline - time.monotonic()
+        if left <= 0:
+            raise self._overdue(method, path)
+        sock = self.connected(method, path).sock
         try:
-            connection.request(method, self._parts.path + path, content, headers)
-            with contextlib.closing(connection.getresponse()) as answer:
-                # With a size, a length that the server invents is not allocated in advance.
-                received = answer.read(MAX_RESPONSE)
-                if answer.length:
-                    raise http.client.IncompleteRead(received, answer.length)
+            answer = send_request(
+                sock,
+                method,
+                self._parts.path + path,
+                self._head,
+                content,
+                min(seconds, left),
+                MAX_RESPONSE,
+            )
         except TimeoutError as error:
             self.close()
+            if left < seconds:
+                raise self._overdue(method, path) from error
             detail = f"no answer within {seconds:g} s"
             raise self.failure(FailureKind.TIMEOUT, method, path, detail) from error
         except (TooLarge, OverflowError, MemoryError) as error:
@@ -123,13 +134,13 @@ class Connection:
             self.close()
             raise self._lost(method, path, error) from error
         self._last_call = time.monotonic()
-        if answer.will_close:
+        if not answer.reusable:
             self.close()
         if answer.status in (502, 504):
             detail = f"HTTP {answer.status}: a gateway does not reach the server"
             raise self.failure(FailureKind.CONNECTION, method, path, detail)
-        own_items = answer.headers.get("X-Items") == "manus_jax"
-        return Response(answer.status, received, own_items)
+        own_items = answer.headers.get("x-items") == "manus_jax"
+        return Response(answer.status, answer.content, own_items)
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
         """The JSON of a 200 response; raises if the response is an error."""
@@ -210,6 +221,8 @@ class Connection:
             kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
             host, port = self._parts.hostname or "", self._parts.port
             try:
+                SLOTS.leave()
+                self._head = request_head(self._parts.netloc, {**self.headers, **_JSON})
                 connection = kind(host, port, timeout=self._settings.connect_timeout)
                 connection.connect()
             except TimeoutError as error:
@@ -219,6 +232,10 @@ class Connection:
                 raise self._lost(method, path, error) from error
             self._http = connection
         return self._http
+
+    def _overdue(self, method: str, path: str) -> EnvironmentFailure:
+        detail = "no answer within the time of the episode (rollout.episode_timeout)"
+        return self.failure(FailureKind.OVERDUE, method, path, detail)
 
     def _lost(self, method: str, path: str, error: Exception) -> EnvironmentFailure:
         detail = f"{shortened(str(error) or type(error).__name__)}; is the server running?"

@@ -9,16 +9,21 @@ reported together before the first process starts.
 """
 
 import os
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
+from envs.registry import ADAPTERS, load
 from envs.registry import ENVIRONMENTS as EMBEDDED
 from manus_jax.agentgym.connection import Connection, authorization, server_root
 from manus_jax.agentgym.failures import EnvironmentFailure
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.prompts import PROMPTS, EnvironmentPrompt
-from manus_jax.agentgym.table import ENVIRONMENTS, EnvironmentRow, environment
+from manus_jax.agentgym.rewards import RewardKind, RewardRule
+from manus_jax.agentgym.table import ENVIRONMENTS, ActionStyle, EnvironmentRow, environment
+from manus_jax.agentgym.tools import tool_from_schema
 from manus_jax.config.server_settings import EnvPoolSettings
 from manus_jax.servers.processes import (
     ServerCommand,
@@ -37,9 +42,12 @@ def open_environments(
     servers_per_env: int = 1,
     settings: EnvPoolSettings | None = None,
     supervision: SupervisorSettings | None = None,
+    interpreters: Mapping[str, str] | None = None,
 ) -> Iterator[EnvironmentPool]:
     """A pool over the chosen servers; embedded servers end with the block.
 
+    `interpreters` run the embedded servers of some environments, or of all of an adapter, instead
+    of this program's.
     Raises ValueError for an invalid choice and ServerSetupError for servers that cannot be used.
     """
     if servers_per_env < 1:
@@ -50,8 +58,12 @@ def open_environments(
     check_servers({env: urls for env, urls in given.items() if urls}, settings)
 
     started = [env for env, urls in given.items() if not urls for _ in range(servers_per_env)]
+    python = interpreters or {}
     supervisor = ServerSupervisor(
-        [embedded_server(env) for env in started],
+        [
+            embedded_server(env, python=python.get(env) or python.get(env.partition(":")[0]))
+            for env in started
+        ],
         supervision or SupervisorSettings(startup_timeout=settings.startup_timeout),
     )
     pool = EnvironmentPool(given, settings, on_broken=supervisor.replace)
@@ -82,12 +94,66 @@ def register_environment(
         EMBEDDED[row.name] = spec
 
 
-def embedded_server(env: str, port: int = 0) -> ServerCommand:
-    """The command of a server in `envs/`; port 0 selects a free port."""
+def register_adapted(name: str) -> None:
+    """Registers an environment of another package, such as gym:FrozenLake-v1, if it is one.
+
+    Raises UnknownEnvironment if its adapter cannot make it.
+    """
+    if name in ENVIRONMENTS or name.partition(":")[0] not in ADAPTERS:
+        return
+    client = load(name).client
+    assert client is not None
+    rule = RewardRule(RewardKind.CUMULATIVE, low=client.low, high=client.high, clip=True)
+    tools = tuple(tool_from_schema(t.name, t.description, t.parameters) for t in client.tools)
+    style: ActionStyle = "tool_call" if tools else "line"
+    row = EnvironmentRow(
+        name,
+        id_field="id",
+        port=36001,
+        item_field="data_idx",
+        reward=rule,
+        action=style,
+        closes=True,
+        read_timeout=client.read_timeout,
+    )
+    prompt = EnvironmentPrompt(client.instruction, client.actions, (), tools)
+    register_environment(row, prompt, spec=name)
+
+
+def embedded_server(env: str, port: int = 0, python: str | None = None) -> ServerCommand:
+    """The command of a server in `envs/`; port 0 selects a free port.
+
+    Another interpreter, `python`, finds this project through PYTHONPATH; it needs the packages of
+    the environment and of the server only.
+    """
     parent = str(os.getpid())
     arguments = (EMBEDDED.get(env, env), "--port", str(port), "--parent_pid", parent)
     prefix = ENVIRONMENTS[env].prefix if env in ENVIRONMENTS else ""
-    return ServerCommand(env, "envs.serve", arguments, prefix=prefix)
+    if python is None:
+        return ServerCommand(env, "envs.serve", arguments, prefix=prefix)
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return ServerCommand(env, "envs.serve", arguments, variables, prefix, python=python)
+
+
+def check_interpreters(interpreters: Mapping[str, str]) -> None:
+    """Raises ServerSetupError for an interpreter that cannot run an environment server."""
+    for env, python in interpreters.items():
+        command = [python, "-c", "import fastapi, httptools, uvicorn; print('can serve')"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            if done.returncode == 0:
+                problem = "" if "can serve" in done.stdout else "it is not a Python interpreter"
+            else:
+                last = done.stderr.strip().rpartition("\n")[2]
+                problem = last or f"it ends with status {done.returncode}"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problem = str(error)
+        if problem:
+            raise ServerSetupError(
+                f"env.python: {python} cannot serve {env}: {problem}; "
+                f"`scripts/setup_env.sh {env.partition(':')[0]}` creates an interpreter that can"
+            )
 
 
 def check_servers(addresses: Mapping[str, Sequence[str]], settings: EnvPoolSettings) -> None:

@@ -14,6 +14,7 @@ class FailureKind(enum.StrEnum):
     """Why a call failed; the value is the name in the counters."""
 
     TIMEOUT = "timeout"  # no answer in time
+    OVERDUE = "overdue"  # no answer in the time that the episode had left
     CONNECTION = "connection"  # refused, reset or dropped
     STATUS = "status"  # an HTTP status other than 200
     ERROR_ANSWER = "error_answer"  # HTTP 200 with {"error": ...}
@@ -39,7 +40,7 @@ class FailureKind(enum.StrEnum):
     @property
     def retryable(self) -> bool:
         """Whether a fresh session may succeed."""
-        return self not in (FailureKind.ITEM, FailureKind.NO_SERVER)
+        return self not in (FailureKind.ITEM, FailureKind.NO_SERVER, FailureKind.OVERDUE)
 
 
 class EnvironmentFailure(Exception):

@@ -22,6 +22,7 @@ from manus_jax.agentgym.incarnations import ServerIncarnation
 from manus_jax.agentgym.server_state import EnvServerState, health_policy
 from manus_jax.agentgym.table import EnvironmentRow
 from manus_jax.config.server_settings import EnvPoolSettings
+from manus_jax.run_slots import SLOTS
 
 
 class Clock:
@@ -32,6 +33,7 @@ class Clock:
 
     def wait(self, condition: threading.Condition, seconds: float) -> None:
         """Waits at most `seconds` on a condition whose lock is held."""
+        SLOTS.leave()
         condition.wait(seconds)
 
 
@@ -278,7 +280,11 @@ class LeaseGroup:
                 return
             before = server.state
             if not creating and not failure.kind.lost_contact:
-                if failure.kind not in (FailureKind.ITEM, FailureKind.RESTARTED):
+                if failure.kind not in (
+                    FailureKind.ITEM,
+                    FailureKind.RESTARTED,
+                    FailureKind.OVERDUE,
+                ):
                     server.state = server_state.refused(before)
                 return
             now, chance = self._clock.now(), self._chance()

@@ -4,6 +4,7 @@ An episode leases a session and plays; the pool chooses the server and handles s
 down. Each environment has its own `LeaseGroup`, so a hanging one does not delay the others.
 """
 
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,14 +47,16 @@ class EnvironmentPool:
         return tuple(self._groups)
 
     @contextmanager
-    def lease(self, env: str) -> Iterator[Session]:
+    def lease(self, env: str, deadline: float = math.inf) -> Iterator[Session]:
         """An exclusive session for the duration of the block; `reset` it to begin an episode.
 
+        At the deadline, a time of the monotonic clock, its calls fail (overdue).
         A failure in the block counts against the server and propagates to the caller. Raises
         EnvironmentFailure (no_server) when no server has a session in time.
         """
         group = self._group(env)
         lease = group.acquire()
+        lease.session.limit(deadline)
         clean = False
         try:
             yield lease.session

@@ -25,6 +25,9 @@ search_tags the model's full text; the server finds <search>…</search> or <ans
 fenced      the model's full text; the server finds the action between triple backticks
 """
 
+AVAILABLE_ACTIONS = "\nAVAILABLE ACTIONS: "
+"""Precedes the list of actions in the first observation of AgentGym's clients."""
+
 FirstView = Callable[[Any, Any], str]
 """(response to reset, response of the `look` route or None) → the first observation."""
 
@@ -51,7 +54,7 @@ def _task_and_observation(answer: Any, look: Any) -> str:
 
 def _observation_and_actions(answer: Any, look: Any) -> str:
     actions = ",".join(answer["available_actions"])
-    return "\n".join([answer["observation"], f"AVAILABLE ACTIONS: {actions}"])
+    return "".join([answer["observation"], AVAILABLE_ACTIONS, actions])  # which must be text
 
 
 def _observation_and_words(answer: Any, look: Any) -> str:
@@ -119,6 +122,7 @@ class EnvironmentRow:
     closes: bool = False  # AgentGym's server has a close route
     reuse: bool = False  # the next episode resets this session instead of creating one
     recycles_ids: bool = False  # create may return an old id; else that means a restarted server
+    lasting_effects: bool = False  # a reset does not undo all that actions change
     shares_ids: bool = False  # create may return a session of another client, who then plays in it
     items: range | None = None  # AgentGym's items; None: any number
     shares_items: bool = False  # an item is the same task on AgentGym's servers and on ours
@@ -155,6 +159,7 @@ def _tool(
 # sqlgym: the ninth create returns an id that is in use; the pool rejects its own ids and waits. If
 # the id belongs to another client, each step is followed by a look at the question that was scored.
 # webshop has such a ring of 8000 ids, more than its clients create.
+# webarena: actions change the web sites (posts, orders), which a reset does not restore.
 # todo: create and reset clear and refill the server's single account, so concurrent episodes would
 # undo each other's work.
 # Servers without a close route keep their sessions forever, so sessions are reset and reused;
@@ -193,6 +198,7 @@ _ROWS = (
     EnvironmentRow("webarena", "env_idx", 8000, "idx", _FINAL, "fenced",
                     reset_extra={"seed": 0}, first_view=_looked, look="observation",
                     done_field="terminated", backend_failed=_browser_failed, closes=True,
+                    lasting_effects=True,
                     items=range(812), read_timeout=300),
     _tool("weather", range(343), _PROGRESS),
     _tool("movie", range(238), _PROGRESS),

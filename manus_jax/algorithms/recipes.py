@@ -15,8 +15,9 @@ from typing import NamedTuple, TypeVar
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from manus_jax.algorithms import advantages, gigpo, kl, losses
+from manus_jax.algorithms import advantages, dpo, gigpo, kl, losses, rft, sibling
 from manus_jax.algorithms.aggregation import AGGREGATIONS
 from manus_jax.algorithms.corrections import CORRECTIONS, Correction, importance_weights
 from manus_jax.registry import Registry
@@ -30,13 +31,28 @@ F = TypeVar("F", bound=Callable[..., object])
 def needs(*inputs: str) -> Callable[[F], F]:
     """Decorator: declares the inputs that an advantage or a policy loss needs.
 
-    An advantage may need groups (several episodes of one task), values, greedy_scores and steps. A
-    policy loss may need segment_ids and any per-token field of the batch, which is then in
-    `tokens.fields`.
+    An advantage may need groups (several episodes of one task), values, greedy_scores, steps, the
+    tree that branching episodes form, and preferences (successes, and log-probs relative to the
+    reference). A policy loss may need segment_ids and any per-token field of the batch, which is
+    then in `tokens.fields`.
     """
 
     def declare(function: F) -> F:
         function.needs = frozenset(inputs)  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+Keeps = Callable[[np.ndarray], np.ndarray]
+"""The successes of a group's episodes, bool [n] → which of them are trained on, bool [n]."""
+
+
+def keeps(select: Keeps) -> Callable[[F], F]:
+    """Decorator: declares which episodes of a group an advantage is for; by default all."""
+
+    def declare(function: F) -> F:
+        function.keeps = select  # type: ignore[attr-defined]
         return function
 
     return declare
@@ -56,6 +72,7 @@ class Recipe:
     lam: float = 1.0
     normalize_by_std: bool = True  # in groups
     step_weight: float = 1.0  # omega of gigpo
+    beta: float = 0.1  # of dpo
     whiten: bool = False  # the advantages of the whole batch, over its agent tokens
 
     loss: str = "ppo_clip"
@@ -82,6 +99,11 @@ class Recipe:
                 f"recipe {self.name!r}: kl_placement={self.kl_placement!r} does not go with "
                 f"kl_coef={self.kl_coef}; set both, or 'none' and 0"
             )
+        if self.needs_tree and self.kl_placement == "reward":
+            raise ValueError(
+                f"recipe {self.name!r}: the KL of tokens that branches share is part of one "
+                "episode's reward only, so rewards with KL cannot be compared; use 'loss'"
+            )
         if self.dual_clip and self.dual_clip <= 1.0:
             raise ValueError(f"recipe {self.name!r}: dual_clip={self.dual_clip} is not above 1")
 
@@ -98,13 +120,26 @@ class Recipe:
         return "steps" in _needs_of(ADVANTAGES[self.advantage])
 
     @property
+    def needs_tree(self) -> bool:
+        return "tree" in _needs_of(ADVANTAGES[self.advantage])
+
+    @property
     def needs_groups(self) -> bool:
         """Whether the advantage compares several episodes of one task."""
         return "groups" in _needs_of(ADVANTAGES[self.advantage])
 
     @property
+    def needs_preferences(self) -> bool:
+        return "preferences" in _needs_of(ADVANTAGES[self.advantage])
+
+    @property
+    def keeps(self) -> Keeps | None:
+        """Which episodes of a group are trained on; None: all."""
+        return getattr(ADVANTAGES[self.advantage], "keeps", None)
+
+    @property
     def needs_reference(self) -> bool:
-        return self.kl_placement != "none"
+        return self.kl_placement != "none" or self.needs_preferences
 
     @property
     def loss_fields(self) -> tuple[str, ...]:
@@ -138,6 +173,8 @@ class Episodes(NamedTuple):
     values: jax.Array | None  # [B, T]
     greedy_scores: jax.Array | None  # [B]
     steps: gigpo.Steps | None
+    tree: sibling.Tree | None
+    preferences: dpo.Preferences | None
 
 
 # Advantages, [B, T] or [B] (the same for every token), and returns for the critic, [B, T] or None.
@@ -201,6 +238,28 @@ def _gigpo(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
     return gigpo.to_tokens(per_step, e.steps.turn_ids, e.mask), None
 
 
+@ADVANTAGES.register("sibling")
+@needs("groups", "tree")
+def _sibling(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
+    assert e.tree is not None
+    per_turn = sibling.sibling(e.scores, e.group_ids, e.valid, e.tree, recipe.normalize_by_std)
+    return gigpo.to_tokens(per_turn, e.tree.turn_ids, e.mask), None
+
+
+@ADVANTAGES.register("rft")
+@keeps(rft.kept)
+def _rft(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
+    return rft.rft(e.valid), None
+
+
+@ADVANTAGES.register("dpo")
+@needs("groups", "preferences")
+@keeps(dpo.kept)
+def _dpo(recipe: Recipe, e: Episodes) -> AdvantagesAndReturns:
+    assert e.preferences is not None
+    return dpo.dpo(e.preferences, e.group_ids, e.valid, recipe.beta), None
+
+
 def compute_advantages(
     recipe: Recipe,
     token_rewards: chex.Array,
@@ -210,6 +269,8 @@ def compute_advantages(
     values: chex.Array | None = None,
     greedy_scores: chex.Array | None = None,
     steps: gigpo.Steps | None = None,
+    tree: sibling.Tree | None = None,
+    preferences: dpo.Preferences | None = None,
 ) -> AdvantagesAndReturns:
     """Advantages of a padded batch of episodes, [B, T], and returns for the critic, if any.
 
@@ -217,7 +278,13 @@ def compute_advantages(
     [B, T], the others [B]. Rows that are not valid (failed episodes, padding) count nowhere.
     """
     advantage = ADVANTAGES[recipe.advantage]
-    given = {"values": values, "greedy_scores": greedy_scores, "steps": steps}
+    given = {
+        "values": values,
+        "greedy_scores": greedy_scores,
+        "steps": steps,
+        "tree": tree,
+        "preferences": preferences,
+    }
     missing = [
         name for name, value in given.items() if value is None and name in _needs_of(advantage)
     ]
@@ -240,6 +307,8 @@ def compute_advantages(
         values=values,
         greedy_scores=greedy_scores,
         steps=steps,
+        tree=tree,
+        preferences=preferences,
     )
     adv, returns = advantage(recipe, episodes)
     adv = jnp.broadcast_to(adv[:, None], mask.shape) if adv.ndim == 1 else adv
@@ -378,5 +447,9 @@ for _recipe in (
     _with_kl("loss", 0.001, "k2", Recipe("reinforce_pp_baseline", "reinforce_pp_baseline")),
     _with_kl("loss", 0.01, "k3", Recipe("gigpo", "gigpo", gamma=0.95, normalize_by_std=False)),
     _with_kl("loss", 0.001, "k3", Recipe("grpo_passk", "grpo_passk")),
+    _with_kl("loss", 0.001, "k3", Recipe("sibling", "sibling", normalize_by_std=False)),
+    # Neither is a policy gradient of the reward: who sampled the episodes does not matter.
+    Recipe("rft", "rft", loss="reinforce", corrections=()),
+    Recipe("dpo", "dpo", loss="reinforce", corrections=(), aggregation="seq-mean-token-sum"),
 ):
     RECIPES.add(_recipe)

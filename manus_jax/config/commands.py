@@ -18,6 +18,7 @@ from manus_jax.config.binding import (
 )
 from manus_jax.config.settings import (
     AlgorithmSettings,
+    ChatSettings,
     CompilationSettings,
     ComputeSettings,
     DataSettings,
@@ -26,6 +27,7 @@ from manus_jax.config.settings import (
     EnvPoolSettings,
     EnvSettings,
     EvaluateSettings,
+    LoraSettings,
     MeshSettings,
     ModelSettings,
     OptimizerSettings,
@@ -54,8 +56,10 @@ class TrainConfig:
     optimizer: OptimizerSettings
     mesh: MeshSettings
     compute: ComputeSettings
+    chat: ChatSettings = dataclasses.field(default_factory=ChatSettings)
     distributed: DistributedSettings = dataclasses.field(default_factory=DistributedSettings)
     status: StatusSettings = dataclasses.field(default_factory=StatusSettings)
+    lora: LoraSettings = dataclasses.field(default_factory=LoraSettings)
     compilation: CompilationSettings = dataclasses.field(default_factory=CompilationSettings)
     env_pool: EnvPoolSettings = dataclasses.field(default_factory=EnvPoolSettings)
     engine_settings: Any = None  # the chosen engine's own group, e.g. VllmSettings
@@ -70,8 +74,10 @@ class SftConfig:
     optimizer: OptimizerSettings
     mesh: MeshSettings
     compute: ComputeSettings
+    chat: ChatSettings = dataclasses.field(default_factory=ChatSettings)
     distributed: DistributedSettings = dataclasses.field(default_factory=DistributedSettings)
     status: StatusSettings = dataclasses.field(default_factory=StatusSettings)
+    lora: LoraSettings = dataclasses.field(default_factory=LoraSettings)
     compilation: CompilationSettings = dataclasses.field(default_factory=CompilationSettings)
 
 
@@ -81,9 +87,19 @@ class EvaluateConfig:
     env: EnvSettings
     rollout: RolloutSettings
     engine: EngineSettings
+    chat: ChatSettings = dataclasses.field(default_factory=ChatSettings)
     status: StatusSettings = dataclasses.field(default_factory=StatusSettings)
     compilation: CompilationSettings = dataclasses.field(default_factory=CompilationSettings)
     env_pool: EnvPoolSettings = dataclasses.field(default_factory=EnvPoolSettings)
+    engine_settings: Any = None  # the chosen engine's own group, e.g. VllmSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class EndpointConfig:
+    rollout: RolloutSettings
+    engine: EngineSettings
+    chat: ChatSettings = dataclasses.field(default_factory=ChatSettings)
+    compilation: CompilationSettings = dataclasses.field(default_factory=CompilationSettings)
     engine_settings: Any = None  # the chosen engine's own group, e.g. VllmSettings
 
 
@@ -106,8 +122,15 @@ def _settings_of(config: type, *but: str) -> frozenset[str]:
 READS = {
     # Episodes always fit a row: rollout.max_total_tokens is at most data.max_length.
     "train": _settings_of(TrainConfig, "data.overlong"),
-    "sft": _settings_of(SftConfig),
-    "evaluate": _settings_of(EvaluateConfig),
+    "sft": _settings_of(SftConfig, "data.stage_tasks"),
+    # Without a learner, the engine has all devices.
+    "evaluate": _settings_of(EvaluateConfig, "engine.devices", "rollout.min_in_flight"),
+    "endpoint": setting_names(
+        *("rollout.max_total_tokens", "rollout.generation_timeout"),
+        *("rollout.temperature", "rollout.top_p", "rollout.top_k"),
+        *("engine", "chat", "compilation"),
+    )
+    - {"engine.devices"},
 }
 """The settings that each command reads; an engine may read fewer (`build_rollout.reads`)."""
 
@@ -128,6 +151,11 @@ def read_sft_config(files: Sequence[str], params: Sequence[str]) -> SftConfig:
 def read_evaluate_config(files: Sequence[str], params: Sequence[str]) -> EvaluateConfig:
     """The settings of `evaluate`, like `read_train_config`."""
     return _read("evaluate", EvaluateConfig, files, params)
+
+
+def read_endpoint_config(files: Sequence[str], params: Sequence[str]) -> EndpointConfig:
+    """The settings of `endpoint`, like `read_train_config`."""
+    return _read("endpoint", EndpointConfig, files, params)
 
 
 def _read(command: str, config: type[C], files: Sequence[str], params: Sequence[str]) -> C:

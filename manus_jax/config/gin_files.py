@@ -50,6 +50,8 @@ class GinText:
         self._macros: dict[str, Any] = {}
 
     def read_file(self, path: Path, inside: tuple[Path, ...] = ()) -> None:
+        if path.is_fifo() and not path.is_relative_to("/dev/fd"):  # which a shell's <(…) makes
+            raise ConfigError(f"gin file {path} is a pipe, not a file")
         try:
             with path.open("rb") as file:
                 content = file.read(_MAX_BYTES + 1)
@@ -126,7 +128,7 @@ class GinText:
         for module in self.imports:
             try:
                 importlib.import_module(module)
-            except Exception as error:  # whatever the user's module raises
+            except (Exception, SystemExit) as error:  # whatever the user's module raises
                 raise ConfigError(f"import {module}: {type(error).__name__}: {error}") from error
 
     def resolved(self) -> dict[str, Any]:

@@ -51,14 +51,15 @@ def changed_settings(old: str, new: str) -> list[str]:
     before, after = read_bindings(old), read_bindings(new)
     changed = []
     for name in sorted(before.keys() | after.keys()):
-        default = _default(name)
+        default = default_of(name)
         was, now = before.get(name, default), after.get(name, default)
         if was != now and not may_change(name):
             changed.append(f"{name} was {was!r} and is {now!r}")
     return changed
 
 
-def _default(name: str) -> Any:
+def default_of(name: str) -> Any:
+    """The default of a setting, as `read_bindings` returns values; None if there is no such one."""
     field = find_field(name)
     if field is None:
         return None

@@ -70,6 +70,9 @@ class VllmSettings:
     # Where weights are published; the servers must see it too.
     weights_dir: str | None = setting(default=None, text="path")
     push: bool = True  # False: the servers keep the weights that they have
+    adapters: bool = True  # with LoRA, servers load adapters; False: merged weights
+    # The learner computes each token with the experts that the server chose for it.
+    router_replay: bool = False
     snapshot_every: int = _count(20)  # versions between two full copies of the weights
     attempts: int = _count(4)  # at one request
     queue_size: int = _count(4096)  # requests that may wait for a server

@@ -3,132 +3,34 @@
 Each class is one group of bindings: `OptimizerSettings.lr` is bound by `optimizer.lr = 1e-5`.
 `setting(...)` gives the limits of a value and says whether it may change when a run is resumed.
 Upper limits are far above useful values; they catch slips such as a zero too many.
-`config.commands` says which command reads which groups.
+`config.commands` says which command reads which groups. The groups of the model and its devices are
+defined in `model_settings`, those of servers in `server_settings`.
 """
 
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from manus_jax.config.binding import require, setting, settings
+from manus_jax.config.model_settings import CompilationSettings as CompilationSettings
+from manus_jax.config.model_settings import ComputeSettings as ComputeSettings
+from manus_jax.config.model_settings import DistributedSettings as DistributedSettings
+from manus_jax.config.model_settings import LoraSettings as LoraSettings
+from manus_jax.config.model_settings import MeshSettings as MeshSettings
+from manus_jax.config.model_settings import ModelSettings as ModelSettings
+from manus_jax.config.model_settings import ScratchSettings as ScratchSettings
+from manus_jax.config.model_settings import StatusSettings as StatusSettings
 from manus_jax.config.server_settings import EnvPoolSettings as EnvPoolSettings
 from manus_jax.config.server_settings import VllmSettings as VllmSettings
 
 Overlong = Literal["error", "drop", "cut"]
-PromptSource = Literal["environment", "dataset", "observation"]
+PromptSource = Literal["environment", "dataset", "observation", "per_turn"]
 PromptLayout = Literal["user", "system", "acknowledged"]
+ExampleLayout = Literal["turns", "inline"]
+Thinking = Literal["keep", "strip", "off"]
+LossOn = Literal["turns", "all"]
 MAX_SEED = 2**32 - 1
 _MAX_TOKENS = 2**22
 _MAX_STEPS = 10**8
 _MAX_SECONDS = 10**6
-
-
-@settings("model")
-class ModelSettings:
-    """Where the policy comes from."""
-
-    # A Hugging Face directory or a run directory; None: see `scratch`.
-    path: str | None = setting(default=None, text="path")
-
-
-@settings("scratch")
-class ScratchSettings:
-    """A small, randomly initialised model with a tokenizer trained on the data."""
-
-    family: Literal["qwen2", "qwen3", "llama"] = "qwen3"
-    vocab_size: int = setting(default=2048, at_least=259, at_most=2**20)  # 256 bytes, 3 special
-    hidden_size: int = setting(default=128, at_least=1, at_most=2**16)
-    intermediate_size: int = setting(default=384, at_least=1, at_most=2**18)
-    num_layers: int = setting(default=4, at_least=1, at_most=1000)
-    num_heads: int = setting(default=4, at_least=1, at_most=1024)
-    num_kv_heads: int = setting(default=2, at_least=1, at_most=1024)
-    head_dim: int = setting(default=32, at_least=2, at_most=1024)
-    tie_embeddings: bool = True
-
-    def __post_init__(self) -> None:
-        require(
-            self.num_heads % self.num_kv_heads == 0,
-            f"scratch.num_heads = {self.num_heads} is not divisible by scratch.num_kv_heads = "
-            f"{self.num_kv_heads}",
-        )
-        require(
-            self.head_dim % 2 == 0,
-            f"scratch.head_dim = {self.head_dim} is odd; rotary embeddings need it even",
-        )
-
-
-@settings("compute")
-class ComputeSettings:
-    """How the forward pass is computed; this does not change its result."""
-
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: Literal["full", "offload", "attention", "minimal", "none"] = "full"
-    attention: Literal["auto", "plain", "splash", "triton"] = "auto"  # auto: by platform
-
-
-@settings("mesh", may_change=True)
-class MeshSettings:
-    """Sizes of the device mesh; -1 takes the remaining devices (docs/meshes.md)."""
-
-    # Copies of the model; devices that share one copy; devices that split heads, MLP columns and
-    # the vocabulary; devices that split the tokens of a row.
-    data: int = setting(default=1, at_least=-1, at_most=2**20)
-    fsdp: int = setting(default=-1, at_least=-1, at_most=2**20)
-    tensor: int = setting(default=1, at_least=-1, at_most=2**20)
-    sequence: int = setting(default=1, at_least=-1, at_most=2**20)
-    # Parts of "data" joined by DCN; None: from the TPU devices, else 1.
-    slices: int | None = setting(default=None, at_least=1, at_most=2**16)
-
-    def __post_init__(self) -> None:
-        sizes = {axis: getattr(self, axis) for axis in ("data", "fsdp", "tensor", "sequence")}
-        zero = next((axis for axis, size in sizes.items() if size == 0), None)
-        require(zero is None, f"mesh.{zero} = 0 must be at least 1, or -1 for the rest")
-        free = [f"mesh.{axis}" for axis, size in sizes.items() if size == -1]
-        require(len(free) < 2, f"only one mesh size may be -1, and {' and '.join(free)} are")
-
-
-@settings("distributed", may_change=True)
-class DistributedSettings:
-    """Training with several processes, each with its own devices (docs/multi_host.md)."""
-
-    mode: Literal["auto", "on", "off"] = "auto"  # auto: on if JAX detects a cluster
-    # host:port of process 0, the number of processes, and that of this one; None: JAX detects it.
-    coordinator: str | None = setting(default=None, text="url")
-    processes: int | None = setting(default=None, at_least=1, at_most=2**20)
-    process_id: int | None = setting(default=None, at_least=0, at_most=2**20)
-    # Seconds until all processes are connected; until a silent process counts as dead; the longest
-    # wait for the others.
-    connect_s: float = setting(default=300.0, at_least=1, at_most=_MAX_SECONDS)
-    heartbeat_s: float = setting(default=30.0, at_least=1, at_most=_MAX_SECONDS)
-    timeout_s: float = setting(default=7200.0, at_least=1, at_most=_MAX_SECONDS)
-
-    def __post_init__(self) -> None:
-        number, count = self.process_id, self.processes
-        require(
-            number is None or count is None or number < count,
-            f"distributed.process_id = {number} of distributed.processes = {count}: from 0 to "
-            f"{(count or 1) - 1}",
-        )
-        where = self.coordinator
-        require(
-            where is None or urlsplit(f"//{where}").port is not None,
-            f"distributed.coordinator = {where!r} has no port; write HOST:PORT",
-        )
-
-
-@settings("status", may_change=True)
-class StatusSettings:
-    """`status.json` and the watchdog (docs/operations.md)."""
-
-    every_s: float = setting(default=5.0, at_least=0.1, at_most=3600)  # between writes
-    watchdog_minutes: float = setting(default=10.0, at_least=0, at_most=10_000)  # 0: off
-
-
-@settings("compilation", may_change=True)
-class CompilationSettings:
-    """Compiled programs are kept on disk for the next start (docs/operations.md)."""
-
-    # None: not kept. The variable JAX_COMPILATION_CACHE_DIR takes precedence.
-    cache_dir: str | None = setting(default="~/.cache/manus_jax/compiled", text="path")
 
 
 @settings("optimizer")
@@ -157,6 +59,11 @@ class OptimizerSettings:
             self.name == "adamw" or not changed,
             f"optimizer.name = {self.name!r} does not read optimizer.{''.join(changed[:1])}",
         )
+        require(
+            self.schedule != "constant" or not self.min_lr_ratio,
+            f"optimizer.min_lr_ratio = {self.min_lr_ratio} is the end of a schedule, and "
+            "optimizer.schedule is 'constant'",
+        )
 
 
 @settings("data")
@@ -168,6 +75,8 @@ class DataSettings:
     val_files: tuple[str, ...] = setting(default=(), text="path")
     # Of the train files in the mixture; empty: by size.
     train_weights: tuple[float, ...] = setting(default=(), above=0, at_most=1e9)
+    # Tasks that are first played from each train file alone, in their order; 0: none.
+    stage_tasks: int = setting(default=0, at_least=0, at_most=10**9)
     max_length: int = setting(default=2048, at_least=2, at_most=_MAX_TOKENS)  # tokens in a row
     # Rows in a micro-batch, over all devices.
     rows: int = setting(default=1, at_least=1, at_most=2**17)
@@ -178,6 +87,10 @@ class DataSettings:
             not self.train_weights or len(self.train_weights) == len(self.train_files),
             f"data.train_weights has {len(self.train_weights)} numbers for "
             f"{len(self.train_files)} train files",
+        )
+        require(
+            not self.stage_tasks or len(self.train_files) > 1,
+            f"data.stage_tasks = {self.stage_tasks} needs several data.train_files, one per stage",
         )
         tokens = self.rows * self.max_length
         require(
@@ -199,6 +112,8 @@ class SftSettings:
     save_freq: int = setting(default=50, at_least=1, at_most=_MAX_STEPS, may_change=True)
     test_freq: int = setting(default=25, at_least=1, at_most=_MAX_STEPS, may_change=True)
     keep_checkpoints: int = setting(default=2, at_least=1, at_most=10**6, may_change=True)
+    # The assistant's turns, or every token of a conversation; held-out losses are of turns.
+    loss_on: LossOn = "turns"
     # Updates in a row that are not finite.
     max_bad_updates: int = setting(default=3, at_least=1, at_most=10**6, may_change=True)
     strict_resume: bool = setting(default=False, may_change=True)  # see train.strict_resume
@@ -217,9 +132,16 @@ class EnvSettings:
     """AgentGym servers by environment: {"sciworld": ["http://…:36001"]}. The servers of an
     environment without addresses are started by the program."""
     servers_per_env: int = setting(default=1, at_least=1, at_most=1000, may_change=True)
+    python: dict[str, str] = setting(factory=dict, text="path", may_change=True)
+    """Interpreters that run the servers of an environment, or of all of an adapter, if not this
+    program's: {"sciworld": "venvs/sciworld/bin/python"}. scripts/setup_env.sh creates them."""
 
     def __post_init__(self) -> None:
         require(bool(self.names), "env.names is required, e.g. env.names = ['textcraft']")
+        started = [name for name in self.names if name not in self.urls]
+        served = {*started, *(name.partition(":")[0] for name in started)}
+        idle = [name for name in self.python if name not in served]
+        require(not idle, f"env.python has {idle}, but this run starts servers of {started} only")
         unused = [name for name in self.urls if name not in self.names]
         require(not unused, f"env.urls has {unused}, which env.names does not")
         empty = [name for name, urls in self.urls.items() if not urls]
@@ -236,16 +158,23 @@ class RolloutSettings:
 
     An episode opens with the environment's instruction (`prompt_source` "environment"), with the
     prompt of the dataset row if it has one ("dataset"), or with the first observation only
-    ("observation"), for a model fine-tuned on the environment. `prompt_layout` puts the instruction
+    ("observation"), for a model fine-tuned on the environment. With "per_turn" every turn has a
+    prompt of its own instead of a conversation: the task, the last `memory_turns` turns and the
+    actions that are possible, as in GiGPO (docs/chat.md). `prompt_layout` puts the instruction
     and the first observation into one user turn ("user"), the instruction into the system turn
     ("system"), or into a user turn that the assistant acknowledges before the observation
-    ("acknowledged"), as in AgentGym's conversations.
+    ("acknowledged"), as in AgentGym's conversations. `example_layout` makes the examples turns of
+    the conversation ("turns"), or part of the instruction ("inline").
     """
 
+    strategy: str = "episode"  # a name in rollout.strategies.STRATEGIES
+    strategy_parameters: dict[str, Any] = setting(factory=dict)
     max_turns: int = setting(default=30, at_least=1, at_most=10**5)
     max_tokens_per_turn: int = setting(default=256, at_least=1, at_most=_MAX_TOKENS)
     max_total_tokens: int = setting(default=4096, at_least=2, at_most=_MAX_TOKENS)
     min_turn_tokens: int = setting(default=16, at_least=1, at_most=_MAX_TOKENS)
+    # Tokens of a turn after which an open thought is ended; None: no limit.
+    thinking_tokens: int | None = setting(default=None, at_least=1, at_most=_MAX_TOKENS - 1)
     max_observation_tokens: int = setting(default=1024, at_least=1, at_most=_MAX_TOKENS)
     max_observation_chars: int = setting(default=20_000, at_least=1, at_most=10**9)
     temperature: float = setting(default=1.0, at_least=0, at_most=100)  # 0: greedy
@@ -258,22 +187,51 @@ class RolloutSettings:
     prompt_layout: PromptLayout = "user"
     # Of the environment's examples, at most.
     prompt_examples: int = setting(default=1, at_least=0, at_most=1000)
+    example_layout: ExampleLayout = "turns"
     # Per turn without valid action.
     invalid_action_penalty: float = setting(default=0.0, at_least=0, at_most=10**6)
     # Seconds per turn.
     generation_timeout: float = setting(default=600.0, above=0, at_most=_MAX_SECONDS)
-    # Seconds per episode, all attempts together; longer ones are dropped. None: no limit.
+    # Seconds per episode, all attempts together; longer ones are dropped, and replaced in
+    # asynchronous runs. None: no limit.
     episode_timeout: float | None = setting(default=None, above=0, at_most=_MAX_SECONDS)
-    # Episodes played at the same time.
+    # Episodes played at the same time. With a minimum, the number follows the load of the engine
+    # and the environments; None: always max_in_flight.
     max_in_flight: int = setting(default=1024, at_least=1, at_most=10**5)
+    min_in_flight: int | None = setting(default=None, at_least=1, at_most=10**5)
 
     def __post_init__(self) -> None:
+        require(
+            self.min_in_flight is None or self.min_in_flight <= self.max_in_flight,
+            f"rollout.min_in_flight = {self.min_in_flight} is more than rollout.max_in_flight = "
+            f"{self.max_in_flight}",
+        )
         least = min(self.min_turn_tokens, self.max_tokens_per_turn)
         require(
             least < self.max_total_tokens,
             f"rollout.max_total_tokens = {self.max_total_tokens} leaves no room for a turn of "
             f"{least} tokens (rollout.min_turn_tokens, rollout.max_tokens_per_turn)",
         )
+        budget = self.thinking_tokens
+        require(
+            budget is None or budget < self.max_tokens_per_turn,
+            f"rollout.thinking_tokens = {budget} leaves no room for an answer within "
+            f"rollout.max_tokens_per_turn = {self.max_tokens_per_turn}",
+        )
+
+
+@settings("chat")
+class ChatSettings:
+    """The model's chat template (docs/chat.md); the same for rollouts, evaluation and fine-tuning.
+
+    `thinking` says what happens to the thoughts of earlier turns: they stay, so that every prompt
+    extends the last one ("keep"), or the template removes them, and the sample forks ("strip").
+    "off" makes the template turn thinking off.
+    """
+
+    # Arguments of the template, such as {"enable_thinking": False}.
+    template_kwargs: dict[str, Any] = setting(factory=dict)
+    thinking: Thinking = "keep"
 
 
 @settings("engine")
@@ -285,6 +243,8 @@ class EngineSettings:
     slots: int = setting(default=32, at_least=1, at_most=2**16, may_change=True)
     # Tokens in the KV cache, over all devices; None: slots x rollout.max_total_tokens.
     cache_tokens: int | None = setting(default=None, at_least=1, at_most=2**40, may_change=True)
+    # Devices of process 0 that only the engine uses; 0: it shares the learner's (docs/async.md).
+    devices: int = setting(default=0, at_least=0, at_most=2**16, may_change=True)
     # Devices that share one copy of the weights; None: mesh.tensor.
     tensor: int | None = setting(default=None, at_least=1, at_most=2**20, may_change=True)
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -301,6 +261,7 @@ class AlgorithmSettings:
     lam: float | None = setting(default=None, at_least=0, at_most=1)
     normalize_by_std: bool | None = None  # norm_adv_by_std_in_grpo
     step_weight: float | None = setting(default=None, at_least=0, at_most=1000)  # step_advantage_w
+    beta: float | None = setting(default=None, above=0, at_most=1000)  # of dpo
     clip_low: float | None = setting(default=None, at_least=0, at_most=1)
     clip_high: float | None = setting(default=None, at_least=0, at_most=1000)
     dual_clip: float | None = setting(default=None, at_least=0, at_most=1000)  # 0: off
@@ -336,22 +297,34 @@ class AlgorithmSettings:
     reward_allocation: str = "last_token"  # a name in reward_allocation.ALLOCATIONS
     allocation_gamma: float = setting(default=1.0, at_least=0, at_most=1)
     on_reward_error: Literal["raise", "drop"] = "raise"
+    # Between the episodes of a step: a control, with which nothing can be learned.
+    shuffle_rewards: bool = False
 
     def __post_init__(self) -> None:
         require(
             not self.dual_clip or self.dual_clip > 1,
             f"algorithm.dual_clip = {self.dual_clip} must be above 1, or 0 for none",
         )
+        require(
+            self.kl_controller == "adaptive" or (self.target_kl, self.kl_horizon) == (0.1, 10_000),
+            "algorithm.target_kl and algorithm.kl_horizon are only read with "
+            "algorithm.kl_controller = 'adaptive'",
+        )
 
 
 @settings("warm_start")
 class WarmStartSettings:
-    """Supervised fine-tuning before the first step, on episodes of the oracle; 0 steps: none."""
+    """Supervised fine-tuning before the first step, on episodes of the oracle; 0 steps: none.
+
+    An environment without an oracle needs a `random_share` of 1. A small model from scratch learns
+    sooner to copy from its context with `loss_on` "all", because observations repeat themselves.
+    """
 
     steps: int = setting(default=0, at_least=0, at_most=_MAX_STEPS)
     traces: int = setting(default=200, at_least=1, at_most=10**6)  # episodes of training tasks
-    random_share: float = setting(default=0.0, at_least=0, below=1)  # by a random policy
+    random_share: float = setting(default=0.0, at_least=0, at_most=1)  # by a random policy
     batch_size: int = setting(default=16, at_least=1, at_most=10**5)
+    loss_on: LossOn = "turns"  # see sft.loss_on
     lr: float = setting(default=1e-3, above=0, at_most=10)
 
 
@@ -364,6 +337,8 @@ class TrainSettings:
     total_steps: int = setting(default=100, at_least=1, at_most=_MAX_STEPS, may_change=True)
     batch_size: int = setting(default=32, at_least=1, at_most=10**5)  # tasks per step
     group_size: int = setting(default=8, at_least=1, at_most=10**4)  # episodes per task (rollout.n)
+    # Runs or trajectory files whose episodes are trained on; empty: episodes are played.
+    trajectories: tuple[str, ...] = setting(default=(), text="path", distinct=True)
     # Updates by which episodes may precede the weights they train; 0: synchronous (docs/async.md).
     max_staleness: int = setting(default=0, at_least=0, at_most=1000)
     seed: int = setting(default=0, at_least=0, at_most=MAX_SEED)
@@ -397,11 +372,21 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         require(bool(self.run_dir), "train.run_dir is required")
-        episodes = self.batch_size * self.group_size
+        episodes = self.batch_size * self.group_size * (1 + self.max_staleness)
         require(
             episodes <= 10**6,
-            f"train.batch_size = {self.batch_size} x train.group_size = {self.group_size} are "
-            f"{episodes} episodes per step, more than a million",
+            f"train.batch_size = {self.batch_size} x train.group_size = {self.group_size} x "
+            f"(1 + train.max_staleness = {self.max_staleness}) are {episodes} episodes at a time, "
+            "more than a million",
+        )
+        require(
+            not (self.trajectories and self.max_staleness),
+            f"train.max_staleness = {self.max_staleness} is for episodes that are played ahead, "
+            "and those in train.trajectories are recorded",
+        )
+        require(
+            bool(self.turns_schedule) or self.turns_schedule_steps == 100,
+            "train.turns_schedule_steps is set, and train.turns_schedule is empty",
         )
 
 
@@ -410,7 +395,8 @@ class EvaluateSettings:
     """A fixed set of tasks, and the policies that play it."""
 
     policies: tuple[str, ...] = setting(default=(), text="path", distinct=True)
-    """"oracle", "random", or a path: a Hugging Face directory, a run, a checkpoint of one."""
+    """"oracle", "random", a path (a Hugging Face directory, a run, a checkpoint of one), or
+    openai:MODEL@URL for a model behind OpenAI's chat API, with its key in OPENAI_API_KEY."""
     out_dir: str = setting(default="", text="path")
     # At most; larger sets contain smaller ones.
     tasks_per_env: int = setting(default=50, at_least=1, at_most=10**6)

@@ -38,6 +38,7 @@ _FLAGS = (
     "--enable-log-requests",
     "--enable-mfu-metrics",
     "--enable-prefix-caching",
+    "--enable-return-routed-experts",
     "--enforce-eager",
     "--kv-cache-metrics",
     "--numa-bind",
@@ -54,7 +55,9 @@ _VALUES: dict[str, Values] = {
     "--kv-cache-dtype": _NAME,
     "--kv-cache-memory-bytes": _SIZE,
     "--long-prefill-token-threshold": _number(int, 0, 10**9),
+    "--max-cpu-loras": _COUNT,
     "--max-cudagraph-capture-size": _COUNT,
+    "--max-loras": _COUNT,
     "--max-num-batched-tokens": _SIZE,
     "--max-num-scheduled-tokens": _SIZE,
     "--max-parallel-loading-workers": _COUNT,
@@ -75,11 +78,13 @@ _OWN_OPTIONS = {
     "--port": "--port",
     "--model": "--model",
     "--dtype": "--dtype",
+    "--max-lora-rank": "--lora-rank",
     "--max-model-len": "--max-length",
     "--max-num-seqs": "--slots",
 }
 """Options of vLLM that are options of `manus_jax.serve`."""
 _FIXED = (
+    "--enable-lora",
     "--enable-scale-out",
     "--logprobs-mode",
     "--middleware",

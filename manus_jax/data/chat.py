@@ -4,9 +4,12 @@ The ids are append-only. A prompt is the text that the template adds after the p
 tokenized separately and appended; an assistant turn is what the model samples, up to and including
 its end-of-turn token. The ids used for training are therefore the ids that the sampler consumes and
 produces, and nothing is decoded and re-encoded. A rollout uses `ChatStream.start` and `extend`;
-supervised training uses `ChatStream.encode`, which concatenates the same pieces. Not supported:
-tools in the template, images, and escaping of control tokens in message text, which the tokenizer
-reads as control tokens.
+supervised training uses `ChatStream.encode`, which concatenates the same pieces.
+
+Some templates remove thoughts from earlier turns. With `chat.thinking = "strip"`, prompts follow
+the template: where it rewrites the history, a new sequence starts (`follow`, `encode`). Otherwise
+earlier turns stay as they are. Not supported: images, and escaping of control tokens in message
+text, which the tokenizer reads as control tokens.
 """
 
 import dataclasses
@@ -17,6 +20,20 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import numpy as np
 
+from manus_jax.config.settings import ChatSettings
+from manus_jax.data.chat_template import ChatTemplateError as ChatTemplateError
+from manus_jax.data.chat_template import (
+    template_arguments,
+    template_variables,
+    with_fixed_date,
+)
+from manus_jax.data.tool_calls import (
+    ToolCall,
+    ToolCallError,
+    calls_from_records,
+    parse_tool_calls,
+    render_tool_call,
+)
 from manus_jax.errors import UserError
 
 if TYPE_CHECKING:  # modules that only need Message should not pay for this import
@@ -38,10 +55,11 @@ CHATML = (
 # Placeholder for a sampled turn; the text must survive trimming and not occur in any template.
 _SAMPLED = "sampled9f3b7c"
 _PLACEHOLDER = [{"role": "user", "content": "user"}, {"role": "assistant", "content": _SAMPLED}]
+_REPLY = "reply9f3b7c"
 
 
-class ChatTemplateError(UserError, ValueError):
-    """The tokenizer has no chat template, or one whose turns cannot be separated."""
+ToolSchemas = Sequence[dict[str, Any]]
+"""Descriptions of tools in OpenAI's form, for templates that show them to the model."""
 
 
 class ConversationError(UserError, ValueError):
@@ -55,6 +73,12 @@ class Message:
     role: str
     content: str
     train: bool = False
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The content and the tool calls."""
+        return "\n".join(filter(None, [self.content, *map(render_tool_call, self.tool_calls)]))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,7 +93,8 @@ class EncodedConversation:
 def message_from_record(record: dict[str, Any]) -> Message:
     """Reads `{"from", "value", "loss"}` (AgentGym, OpenManus) or `{"role", "content"}`.
 
-    Assistant messages are trained on unless `loss` is false; other messages never are.
+    Assistant messages are trained on unless `loss` is false; other messages never are. They may
+    have `tool_calls` in OpenAI's form.
     """
     if not isinstance(record, dict):
         raise ConversationError(f"a message must be an object, got {type(record).__name__}")
@@ -82,6 +107,13 @@ def message_from_record(record: dict[str, Any]) -> Message:
             if name is not None
             else f"a message needs a role under 'role' or 'from'; its keys are {list(record)}"
         )
+    calls: tuple[ToolCall, ...] = ()
+    if record.get("tool_calls"):
+        try:
+            calls = calls_from_records(record["tool_calls"])
+        except (ToolCallError, TypeError) as error:
+            raise ConversationError(f"'tool_calls': {error}") from None
+        content = content or ""
     if not isinstance(content, str):
         raise ConversationError(f"a message needs text under {what!r}, got {content!r}")
     try:
@@ -91,19 +123,31 @@ def message_from_record(record: dict[str, Any]) -> Message:
     loss = record.get("loss")
     if loss not in (None, False, True):  # 0 and 1 are equal to them
         raise ConversationError(f"'loss' must be true, false or null, got {loss!r}")
-    return Message(role, content, role == "assistant" and loss in (None, True))
+    return Message(role, content, role == "assistant" and loss in (None, True), calls)
 
 
 class ChatStream:
     """Encodes conversations turn by turn with one tokenizer."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
-        if not getattr(tokenizer, "chat_template", None):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", settings: ChatSettings | None = None):
+        template = getattr(tokenizer, "chat_template", None)
+        if not template:
             raise ChatTemplateError(
                 f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; "
-                "use an instruction-tuned model's tokenizer, or set tokenizer.chat_template"
+                "use an instruction-tuned model, or add chat_template.jinja to its directory"
             )
+        settings = settings or ChatSettings()
         self._tokenizer = tokenizer
+        self._arguments = template_arguments(template, settings)
+        self._templates = {  # a tokenizer may have another one for prompts with tools
+            shows_tools: with_fixed_date(
+                tokenizer.get_chat_template(tools=[{}] if shows_tools else None)
+            )
+            for shows_tools in (False, True)
+        }
+        self.follows_template = settings.thinking == "strip"
+        """Whether earlier turns are shown as the template rewrites them (see `follow`)."""
+        self._thinks = settings.thinking != "off"
         tail = self._after_sampled([], add_generation_prompt=False)
         special = {str(token) for token in tokenizer.all_special_tokens}
         special |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
@@ -117,10 +161,18 @@ class ChatStream:
         self._stop_text, self._after_stop = tail[: start + len(token)], tail[start + len(token) :]
         self.stop_id: int = tokenizer.convert_tokens_to_ids(token)
         """The end-of-turn token; a sampler must stop on it."""
+        plain, prompt = (self._render([_PLACEHOLDER[:1]], wanted)[0] for wanted in (False, True))
+        self._header = prompt.removeprefix(plain)
+        self._backend = _plain_backend(tokenizer)
 
-    def start(self, messages: Sequence[Message]) -> list[int]:
+    @property
+    def opens_thought(self) -> bool:
+        """Whether the template starts a thought in the prompt, so that a turn continues it."""
+        return self._header.rstrip().endswith("<think>")
+
+    def start(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> list[int]:
         """Ids of the first prompt, including the header of the assistant turn."""
-        return self._tokenize([self._render([_as_dicts(messages)], True)[0]])[0]
+        return self._tokenize_one(self._render([_as_dicts(messages)], True, tools)[0])
 
     def extend(self, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Ids to append after the turn `sampled` and `messages`, up to the next assistant turn.
@@ -130,24 +182,47 @@ class ChatStream:
         """
         if not messages:
             raise ConversationError("extend needs the messages that follow the sampled turn")
-        rest = self._after_sampled(_as_dicts(messages), add_generation_prompt=True)
-        if not rest.startswith(self._stop_text):
-            raise ChatTemplateError(
-                f"the chat template ends the last assistant turn with {self._stop_text!r}, but "
-                f"continues with {rest[:40]!r} when a {messages[0].role} message follows"
-            )
+        rest = self._following(_as_dicts(messages), add_generation_prompt=True)
         ended = len(sampled) > 0 and sampled[-1] == self.stop_id
-        return self._tokenize([rest[len(self._stop_text) :] if ended else rest])[0]
+        return self._tokenize_one(rest if ended else self._stop_text + rest)
+
+    def follow(
+        self,
+        history: Sequence[Message],
+        sampled: Sequence[int],
+        messages: Sequence[Message],
+        tools: ToolSchemas = (),
+    ) -> tuple[list[int], bool]:
+        """The next prompt as the template writes it, if it rewrites thoughts of earlier turns.
+
+        `history` ends with the turn whose tokens are `sampled`; `messages` follow it. Returns the
+        ids to append and False if the new prompt starts with the last one and the turn, and
+        otherwise all ids of the new prompt and True. A turn without thoughts is always extended:
+        what else a template changes, such as white space, does not matter.
+        """
+        turn = self._tokenizer.decode(list(sampled), skip_special_tokens=False)
+        if "</think>" in self._header + turn:
+            chat = _as_dicts(history)
+            done = self._render([chat[:-1]], True, tools)[0] + turn
+            prompt = self._render([chat + _as_dicts(messages)], True, tools)[0]
+            if not prompt.startswith(done):
+                return self._tokenize_one(prompt), True
+        return self.extend(sampled, messages), False
 
     def encode(
-        self, messages: Sequence[Message], name: str = "conversation"
-    ) -> EncodedConversation:
+        self, messages: Sequence[Message], name: str = "conversation", tools: ToolSchemas = ()
+    ) -> list[EncodedConversation]:
         """Tokens and loss mask of a whole conversation, split into turns as in a rollout.
 
         Everything before the first trained turn is one prompt, as from `start`. The mask covers
-        what the model samples: the text of a trained turn and its end-of-turn token, but not what
-        the template writes after it. `name` identifies the conversation in errors.
+        what the model samples: the text of a trained turn, as the template writes it in the last
+        turn, and its end-of-turn token, but not what the template writes after it. Where the
+        template rewrites earlier turns, another sequence starts if it is to be followed (`follow`);
+        every turn is trained in one of the sequences. Thoughts are left out if thinking is off.
+        `name` identifies the conversation in errors.
         """
+        if not self._thinks:
+            messages = [_without_thought(message) for message in messages]
         turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
         trained = [i for i in turns if messages[i].train]
         if not trained:
@@ -159,18 +234,15 @@ class ChatStream:
             )
         turns = turns[turns.index(trained[0]) :]
         chat = _as_dicts(messages)
-        prompts = self._render([chat[:i] for i in turns], True)
-        wholes = self._render([chat[: i + 1] for i in turns], False)
+        prompts = self._render([chat[:i] for i in turns], True, tools)
+        wholes = self._render([chat[: i + 1] for i in turns], False, tools)
+        if turns[-1] != len(messages) - 1:
+            prompts += self._render([chat], False, tools)
 
-        done = ""  # the text covered by `segments`; it ends with an end-of-turn token
-        segments: list[tuple[str, bool]] = []
-        for number, (i, prompt, whole) in enumerate(zip(turns, prompts, wholes, strict=True)):
-            if not prompt.startswith(done):
-                raise ChatTemplateError(
-                    f"{name}: the chat template rewrites history: message {turns[number - 1]} "
-                    f"(assistant) is rendered differently when message {i} follows; set a "
-                    "tokenizer.chat_template that keeps earlier turns unchanged"
-                )
+        sequences: list[list[tuple[str, bool]]] = [[(prompts[0], False)]]
+        done = prompts[0]  # the text of the sequence, if the template writes it in one go
+        for number, i in enumerate(turns):
+            prompt, whole = prompts[number], wholes[number]
             if not whole.startswith(prompt) or not whole.endswith(
                 self._stop_text + self._after_stop
             ):
@@ -178,30 +250,74 @@ class ChatStream:
                     f"{name}: the chat template does not render message {i} (assistant) as its "
                     f"prompt, its text and {self._stop_text!r}: {whole[-60:]!r}"
                 )
-            end = len(whole) - len(self._after_stop)
-            segments += [
-                (prompt[len(done) :], False),
-                (whole[len(prompt) : end], messages[i].train),
-            ]
-            done = whole[:end]
-        if turns[-1] != len(messages) - 1:
-            whole = self._render([chat], False)[0]
-            if not whole.startswith(done):
-                raise ChatTemplateError(
-                    f"{name}: the chat template rewrites history: message {turns[-1]} (assistant) "
-                    f"is rendered differently when message {len(messages) - 1} follows"
-                )
-            segments.append((whole[len(done) :], False))
+            said = whole[len(prompt) : len(whole) - len(self._after_stop)]
+            sequences[-1].append((said, messages[i].train))
+            done += said
+            if number + 1 == len(prompts):
+                break
+            following = prompts[number + 1]
+            if following.startswith(done):
+                added = following[len(done) :]
+            elif self.follows_template:
+                sequences.append([])
+                added, done = following, ""
+            else:
+                last = number + 1 == len(turns)
+                to = len(messages) if last else turns[number + 1]
+                added = self._following(chat[i + 1 : to], add_generation_prompt=not last)
+            sequences[-1].append((added, False))
+            done += added
+        return [self._tokens(pieces) for pieces in sequences if any(t for _, t in pieces)]
 
-        pieces = self._tokenize([text for text, _ in segments])
-        ends = np.cumsum([len(piece) for piece in pieces])
+    def _tokens(self, pieces: Sequence[tuple[str, bool]]) -> EncodedConversation:
+        """Prompts and turns, which alternate, with whether they are trained."""
+        ids = self._tokenize([text for text, _ in pieces])
+        ends = np.cumsum([len(piece) for piece in ids])
         return EncodedConversation(
-            input_ids=np.array([i for piece in pieces for i in piece], np.int32),
-            loss_mask=np.repeat([train for _, train in segments], [len(p) for p in pieces]),
-            turn_ends=tuple(int(end) - 1 for end in ends[1 : 2 * len(turns) : 2]),
+            input_ids=np.array([i for piece in ids for i in piece], np.int32),
+            loss_mask=np.repeat([train for _, train in pieces], [len(piece) for piece in ids]),
+            turn_ends=tuple(int(end) - 1 for end in ends[1::2]),
         )
 
-    def _after_sampled(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    def reply_role(self, tools: ToolSchemas) -> str:
+        """The role of replies to tool calls: "tool" if the template has it, else "user".
+
+        Raises ChatTemplateError if the template does not show tools to the model, or if its calls
+        are in a syntax that `parse_tool_calls` does not read.
+        """
+        if "tools" not in template_variables(self._tokenizer.chat_template):
+            raise ChatTemplateError(
+                "the chat template does not show tools to the model; choose another action format"
+            )
+        user, call = Message("user", "user"), ToolCall("sampled", {"text": _SAMPLED})
+        asked = _as_dicts([user, Message("assistant", "", tool_calls=(call,))])
+        prompt, whole = self._render([asked[:1]], True, tools), self._render([asked], False, tools)
+        written = whole[0].removeprefix(prompt[0]).partition(self._stop_text)[0]
+        try:
+            read = parse_tool_calls(written.rpartition("</think>")[2])[1]
+        except ToolCallError:
+            read = ()
+        if read != (call,):
+            raise ChatTemplateError(
+                f"the chat template writes tool calls in an unknown syntax: {written!r}"
+            )
+        try:
+            replied = self._render([[*asked, {"role": "tool", "content": _REPLY}]], True, tools)
+        except ChatTemplateError:
+            return "user"
+        return "tool" if _REPLY in replied[0] else "user"
+
+    def _following(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        """What the template writes after the end-of-turn token of a turn that `messages` follow."""
+        rest = self._after_sampled(messages, add_generation_prompt)
+        if not rest.startswith(self._stop_text):
+            raise ChatTemplateError(
+                f"the chat template ends the last assistant turn with {self._stop_text!r}, but "
+                f"continues with {rest[:40]!r} when a {messages[0]['role']} message follows"
+            )
+        return rest[len(self._stop_text) :]
+
+    def _after_sampled(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         # Rendered after a placeholder: a rollout keeps what it sampled even if the template would
         # rewrite it later, and the cost does not grow with the length of the episode.
         text = self._render([_PLACEHOLDER + messages], add_generation_prompt)[0]
@@ -210,14 +326,31 @@ class ChatStream:
             raise ChatTemplateError(f"the chat template omits the assistant turn: {text!r}")
         return rest
 
-    def _render(self, chats: list[list[dict[str, str]]], add_generation_prompt: bool) -> list[str]:
+    def _render(
+        self,
+        chats: list[list[dict[str, Any]]],
+        add_generation_prompt: bool,
+        tools: ToolSchemas = (),
+    ) -> list[str]:
         try:
             return self._tokenizer.apply_chat_template(
-                chats, tokenize=False, add_generation_prompt=add_generation_prompt
+                chats,
+                chat_template=self._templates[bool(tools)],
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._arguments,
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             roles = [message["role"] for message in chats[-1]]
             raise ChatTemplateError(f"the chat template rejects roles {roles}: {error}") from error
+
+    def _tokenize_one(self, text: str) -> list[int]:
+        # A batch of one text would be passed to the threads of the tokenizer's pool.
+        backend = self._backend
+        if backend is None or backend.truncation is not None or backend.padding is not None:
+            return self._tokenize([text])[0]
+        return backend.encode(text, add_special_tokens=False).ids
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
         return self._tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -263,5 +396,31 @@ def train_tokenizer(
     return fast
 
 
-def _as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in messages]
+def _without_thought(message: Message) -> Message:
+    if message.role != "assistant" or "</think>" not in message.content:
+        return message
+    answer = message.content.rpartition("</think>")[2].lstrip("\n")
+    return dataclasses.replace(message, content=answer)
+
+
+def _plain_backend(tokenizer: "PreTrainedTokenizerBase") -> Any:
+    """The Rust tokenizer, if `tokenizer(text)` does nothing but call it; else None."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind, plain = type(tokenizer), PreTrainedTokenizerFast
+    if (
+        not isinstance(tokenizer, plain)
+        or kind.__call__ is not plain.__call__
+        or kind._encode_plus is not plain._encode_plus
+        or tokenizer.split_special_tokens
+    ):
+        return None
+    return tokenizer.backend_tokenizer
+
+
+def _as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [
+        {"role": message.role, "content": message.content}
+        | ({"tool_calls": [c.record() for c in message.tool_calls]} if message.tool_calls else {})
+        for message in messages
+    ]

@@ -78,12 +78,21 @@ class Mixture:
     The next task comes from the source that is furthest behind its share of all draws so far, so
     proportions are exact and deterministic. Every row of a source is drawn once per epoch; a batch
     may span epochs.
+
+    With `stage_tasks`, that many tasks are first drawn from each source alone, in their order: a
+    curriculum.
     """
 
-    def __init__(self, sources: Sequence[tuple[str, Sequence[Task], float]], seed: int = 0):
+    def __init__(
+        self,
+        sources: Sequence[tuple[str, Sequence[Task], float]],
+        seed: int = 0,
+        stage_tasks: int = 0,
+    ):
         if not sources:
             raise DatasetError("a mixture needs at least one source")
         self._seed = seed
+        self._stage_tasks = stage_tasks
         self._names = [name for name, _, _ in sources]
         if len(set(self._names)) < len(sources):
             raise DatasetError(f"source names must differ, got {self._names}")
@@ -104,7 +113,7 @@ class Mixture:
         return self._sources[source].tasks[row]
 
     def state(self) -> dict[str, Any]:
-        """The cursor as JSON; it is valid only for the same tasks, weights and seed."""
+        """The cursor as JSON; it is valid only for the same tasks, weights, seed and stages."""
         return {"seed": self._seed, "sources": [source.cursor() for source in self._sources]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -136,6 +145,10 @@ class Mixture:
     def draw(self) -> tuple[int, int]:
         """The place of the next task: its source and its row there."""
         counts = [source.drawn for source in self._sources]
+        stage = sum(counts) // self._stage_tasks if self._stage_tasks else len(counts)
+        if stage < len(counts):
+            return stage, self._sources[stage].draw()
+        counts = [count - self._stage_tasks for count in counts]
         draws, total = sum(counts) + 1, sum(self._shares)
         behind = [
             share * draws - total * count for share, count in zip(self._shares, counts, strict=True)

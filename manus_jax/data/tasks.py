@@ -49,6 +49,8 @@ class Task:
     ground_truth: Any = None
     messages: tuple[Message, ...] = ()
     """The conversation to imitate; empty if there is none."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Schemas of the tools in the conversation, in OpenAI's form."""
     data_source: str = ""
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -62,8 +64,9 @@ def read_tasks(paths: Paths, *, needs: Literal["item", "conversation"] = "item")
     A row has an `item_id`, a conversation, or both; `needs` says which one is required. An item id
     is either text ("textcraft_31") or a number, which belongs to the environment `data_source`. A
     conversation is a list of messages with from/value/loss or role/content keys in the column
-    `conversations` or `messages`. A JSON row may be a bare item id. `prompt` and
-    `reward_model.ground_truth` are also read; all other columns go to `Task.extra`.
+    `conversations` or `messages`, and may have `tools`, as a list or as JSON text. A JSON row may
+    be a bare item id. `prompt` and `reward_model.ground_truth` are also read; all other columns go
+    to `Task.extra`.
     """
     listed = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not listed:
@@ -139,6 +142,8 @@ def _read_parquet(path: Path, needs: str) -> Iterator[Any]:
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
             names = file.schema_arrow.names
             _check_columns(names, needs, f"{path}: ")
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise DatasetError(f"{path} has two columns {twice!r}")
             leaves = [file.schema.column(i).path for i in range(len(file.schema))]
             if "conversations" in names:  # OpenManus-RL duplicates it as JSON text in extra_info
                 leaves = [leaf for leaf in leaves if leaf != "extra_info.conversations"]
@@ -189,6 +194,7 @@ def _task(record: Any, needs: str, fallback_id: str) -> Task:
         prompt=tuple(Message(m.role, m.content) for m in _messages(prompt, "prompt")),
         ground_truth=truth,
         messages=_messages(conversation, "the conversation"),
+        tools=_tools(record.get("tools")) if needs == "conversation" else (),
         data_source=source or env or "",
         extra={key: value for key, value in record.items() if key not in KNOWN_COLUMNS},
     )
@@ -209,6 +215,16 @@ def _env_and_item(given: Any, env: str | None, needs: str) -> tuple[str | None, 
             f"item_id {given} has no environment: write 'env_{given}' or add a column data_source"
         )
     raise DatasetError(f"item_id {given!r} must be text like 'textcraft_31' or a number >= 0")
+
+
+def _tools(schemas: Any) -> tuple[dict[str, Any], ...]:
+    if isinstance(schemas, str):
+        schemas = _parse_json(schemas.encode(), "the text of 'tools'")
+    if schemas is None:
+        return ()
+    if not isinstance(schemas, list) or not all(isinstance(tool, dict) for tool in schemas):
+        raise DatasetError("'tools' must be a list of JSON schemas in OpenAI's form")
+    return tuple(schemas)
 
 
 def _messages(records: Any, what: str) -> tuple[Message, ...]:

@@ -12,7 +12,7 @@ pages, and only the sums over "tensor" are communicated.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,9 @@ from jax.sharding import PartitionSpec as P
 from manus_jax.engines.layout import NO_PAGE, Layout, weight_spec
 from manus_jax.engines.paged_attention import Blocks, attend_cache, write
 from manus_jax.engines.sampling import Controls, no_controls, sample
-from manus_jax.models.transformer import block, rms_norm, rope_angles
+from manus_jax.models.experts import mixture_of_experts
+from manus_jax.models.rope import rope_angles
+from manus_jax.models.transformer import block, rms_norm, scaled
 
 MAX_STOP_IDS = 8
 # Rows per copy of the model and tokens per row of a prefill dispatch. The shape is fixed: another
@@ -201,9 +203,14 @@ class CachedDecoder:
         """Hidden states [rows, chunk, hidden] of the tokens, and the updated cache."""
         arch = self.layout.arch
         rope = rope_angles(positions, arch)
-        x = self._embed(weights["embed"], tokens)
+        local_rope = rope_angles(positions, arch, local=True) if arch.has_local_layers else rope
+        x = scaled(self._embed(weights["embed"], tokens), arch)
         layers = []
-        for params, (keys, values) in zip(weights["layers"], cache, strict=True):
+        for layer, (params, (keys, values)) in enumerate(
+            zip(weights["layers"], cache, strict=True)
+        ):
+            local = arch.has_local_layers and arch.local_layers[layer]
+            window = arch.sliding_window if local else None
             written: list[Blocks] = []
 
             def attend(
@@ -212,14 +219,16 @@ class CachedDecoder:
                 v: jax.Array,
                 keys: Blocks = keys,
                 values: Blocks = values,
+                window: int | None = window,
                 written: list[Blocks] = written,
             ) -> jax.Array:
                 written += [write(keys, k, pages, positions), write(values, v, pages, positions)]
-                return attend_cache(q, written[0], written[1], pages, positions)
+                return attend_cache(q, written[0], written[1], pages, positions, window)
 
-            x = block(params, x, rope, attend, arch, _weights_first, self._total)
+            angles = local_rope if local else rope
+            x = block(params, x, angles, attend, arch, _weights_first, self._total, self._mixture)
             layers.append((written[0], written[1]))
-        return rms_norm(x, weights["norm"], arch.norm_eps), tuple(layers)
+        return rms_norm(x, weights["norm"], arch), tuple(layers)
 
     def _embed(self, embed: jax.Array, tokens: jax.Array) -> jax.Array:
         if self.layout.tensor == 1:
@@ -228,6 +237,12 @@ class CachedDecoder:
         found = jnp.take(embed, local, axis=0, mode="clip")
         held = (local >= 0) & (local < embed.shape[0])
         return self._total(jnp.where(held[..., None], found, 0))
+
+    def _mixture(self, params: Mapping[str, Any], x: jax.Array) -> jax.Array:
+        """The output of the experts on this device."""
+        held = params["expert_gate"].shape[0]
+        first = jax.lax.axis_index("tensor") * held if self.layout.tensor > 1 else 0
+        return mixture_of_experts(self.layout.arch, params, x, first)
 
     def _total(self, x: jax.Array) -> jax.Array:
         return jax.lax.psum(x, "tensor") if self.layout.tensor > 1 else x

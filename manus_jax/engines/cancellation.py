@@ -1,14 +1,18 @@
 """Prompt cancellation of many episodes at once, and a time limit for each of them.
 
-Threads wait on events that `cancel` can set; nothing polls. A thread that is inside a call to an
-environment server notices the cancellation when the call returns.
+Waits are ended by `cancel`; nothing polls. A thread that is inside a call to an environment server
+notices the cancellation when the call returns.
 """
 
 import threading
 import time
 from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
 
-from manus_jax.engines.protocol import EngineError, Generation
+from manus_jax.engines.protocol import EngineError
+from manus_jax.run_slots import SLOTS, Wait
+
+T = TypeVar("T")
 
 
 class Cancelled(Exception):
@@ -25,15 +29,15 @@ class Cancellation:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._event = threading.Event()
-        self._waiting: dict[threading.Event, Future[Generation]] = {}
+        self._waiting: dict[Wait, Future[Any]] = {}
 
     def cancel(self) -> None:
         with self._lock:
             self._event.set()
             waiting = dict(self._waiting)
-        for wake, future in waiting.items():
+        for wait, future in waiting.items():
             future.cancel()
-            wake.set()
+            wait.end()
 
     def check(self) -> None:
         """Raises Cancelled if `cancel` was called."""
@@ -41,23 +45,24 @@ class Cancellation:
             raise Cancelled
 
     def sleep(self, seconds: float) -> None:
+        SLOTS.leave()
         if self._event.wait(seconds):
             raise Cancelled
 
-    def result(self, future: "Future[Generation]", timeout: float) -> Generation:
+    def result(self, future: "Future[T]", timeout: float) -> T:
         """Waits for a generation; EngineError on a timeout or if the engine cancelled it."""
-        wake = threading.Event()
+        wait = Wait(SLOTS)
         with self._lock:
-            self._waiting[wake] = future
+            self._waiting[wait] = future
         try:
-            future.add_done_callback(lambda _: wake.set())
+            future.add_done_callback(lambda _: wait.end())
             if self._event.is_set():
                 future.cancel()
                 raise Cancelled
-            in_time = wake.wait(timeout)
+            in_time = wait.block(timeout)
         finally:
             with self._lock:
-                del self._waiting[wake]
+                del self._waiting[wait]
         self.check()
         if not in_time:
             future.cancel()
@@ -69,12 +74,15 @@ class Cancellation:
 
 
 class EpisodeCancellation:
-    """The run's cancellation for one episode, which also ends after `limit_s` seconds, if set."""
+    """The run's cancellation for one episode, which also ends after `limit_s` seconds, if set.
+
+    `deadline` is when it ends, as a time of the monotonic clock.
+    """
 
     def __init__(self, run: Cancellation, limit_s: float | None = None) -> None:
         self._run = run
         self._limit_s = limit_s
-        self._deadline = time.monotonic() + (threading.TIMEOUT_MAX if limit_s is None else limit_s)
+        self.deadline = time.monotonic() + (threading.TIMEOUT_MAX if limit_s is None else limit_s)
 
     def check(self) -> None:
         """Raises Cancelled or Overdue."""
@@ -86,7 +94,7 @@ class EpisodeCancellation:
         self._run.sleep(min(seconds, max(0.0, self._left())))
         self.check()
 
-    def result(self, future: "Future[Generation]", timeout: float) -> Generation:
+    def result(self, future: "Future[T]", timeout: float) -> T:
         """Like `Cancellation.result`; the request is cancelled when the episode is overdue."""
         try:
             return self._run.result(future, min(timeout, max(0.0, self._left())))
@@ -95,4 +103,4 @@ class EpisodeCancellation:
             raise
 
     def _left(self) -> float:
-        return self._deadline - time.monotonic()
+        return self.deadline - time.monotonic()

@@ -223,6 +223,7 @@ class JaxEngine:
             "evictions": self._table.evictions,
             "active_slots": len(self._table.busy),
             "free_pages": self._table.free_pages,
+            "kv_usage": self._table.usage,
             "queue_length": len(self._arrived) + len(self._waiting),
         }
 

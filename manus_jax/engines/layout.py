@@ -199,7 +199,8 @@ def _require_multiple(name: str, value: int, of: int, what: str) -> None:
 def _check_tensor(arch: Architecture, devices: int, tensor: int) -> None:
     sizes = {
         "heads": arch.num_heads,
-        "intermediate size": arch.intermediate_size,
+        "experts": arch.num_experts,
+        "intermediate size": 0 if arch.num_experts else arch.intermediate_size,
         "vocabulary": arch.vocab_size,
     }
 
@@ -222,8 +223,9 @@ def _check_tensor(arch: Architecture, devices: int, tensor: int) -> None:
 
 
 def weight_spec(name: str) -> P:
-    """How a weight is split: matrices [out, in] by output, or by input after a split output."""
-    if name.endswith("norm"):
+    """How a weight is split: matrices [out, in] by output, or by input after a split output;
+    experts are not divided."""
+    if name.endswith(("norm", "router")):
         return P()
     return P(None, "tensor") if name in ("o_proj", "down_proj") else P("tensor")
 
@@ -234,6 +236,28 @@ def block_lengths(page_length: int) -> tuple[int, ...]:
     while (total := sum(lengths)) < page_length:
         lengths.append(min(total, -(-(page_length - total) // PAGE) * PAGE))
     return tuple(lengths)
+
+
+def split_devices(
+    count: int, devices: Sequence[Any] | None = None
+) -> tuple[list[Any] | None, list[Any]]:
+    """The learner's devices, and the last `count` of process 0, which only the engine uses.
+
+    `devices` are all of the job's, None: those of JAX. With `count` 0, the learner has all of them:
+    `(devices, [])`.
+    """
+    if count == 0:
+        return None if devices is None else list(devices), []
+    everywhere = list(jax.devices() if devices is None else devices)
+    first = [device for device in everywhere if device.process_index == 0]
+    if count >= len(first):
+        raise EngineError(
+            f"engine.devices = {count} leaves the learner none of the {len(first)} devices of "
+            "process 0"
+            + ("; on a CPU, JAX_NUM_CPU_DEVICES=2 makes two" if first[0].platform == "cpu" else "")
+        )
+    own = first[-count:]
+    return [device for device in everywhere if device not in own], own
 
 
 def learner_devices(params: Any) -> list[Any]:

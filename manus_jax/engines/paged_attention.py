@@ -40,9 +40,16 @@ def write(blocks: Blocks, new: jax.Array, pages: jax.Array | None, positions: ja
 
 
 def attend_cache(
-    q: jax.Array, keys: Blocks, values: Blocks, pages: jax.Array | None, positions: jax.Array
+    q: jax.Array,
+    keys: Blocks,
+    values: Blocks,
+    pages: jax.Array | None,
+    positions: jax.Array,
+    window: int | None = None,
 ) -> jax.Array:
     """Attention of `q` [rows, chunk, heads, dim] over the pages of its rows, up to `positions`.
+
+    With a `window`, a token attends to that many tokens at most, itself included.
 
     Computed block by block with an online softmax; `positions` is [rows, chunk]. See `write` for
     `pages`.
@@ -68,7 +75,10 @@ def attend_cache(
     ) -> SoftmaxState:
         top, mass, out = carry
         of_rows = lambda part: part if page is None else part.at[page].get(mode="clip")
-        visible = start + jnp.arange(key.shape[2]) <= last
+        places = start + jnp.arange(key.shape[2])
+        visible = places <= last
+        if window is not None:
+            visible &= places > last - window
         scores = jnp.where(visible, scores_of(of_rows(key)), MASK_VALUE)
         higher = jnp.maximum(top, scores.max(axis=-1))
         weights = jnp.exp(scores - higher[..., None])

@@ -6,8 +6,11 @@ Results do not depend on what else is being generated.
 """
 
 import dataclasses
+import math
 from concurrent.futures import Future
 from typing import Any, ClassVar, Literal, Protocol
+
+import numpy as np
 
 from manus_jax.errors import UserError
 
@@ -29,12 +32,16 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """`prompt_ids` is the episode's token stream so far; `seed` determines the sample."""
+    """`prompt_ids` is the episode's token stream so far; `seed` determines the sample.
+
+    The experts of the first `known_experts` prompt tokens are not needed (`Generation`).
+    """
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     seed: int
     session: str
+    known_experts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +49,16 @@ class Generation:
     """Sampled ids (including the stop token), their log-probs and their weight versions.
 
     Log-probs are of the distribution that was sampled from, i.e. after temperature, top-p, top-k
-    and min-p.
+    and min-p. `experts` [tokens, layers, experts per token], of an engine that returns them, are
+    those of the prompt and the generation, without the tokens whose experts are known and the last
+    one, which the model has not read.
     """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: FinishReason
+    experts: np.ndarray | None = None
 
 
 class EngineError(UserError, RuntimeError):
@@ -83,6 +93,22 @@ def check_request(request: Request, max_length: int, vocab_size: int | None) -> 
     return min(how.max_tokens, room)
 
 
+def check_generation(generation: Generation, sampling: Sampling) -> None:
+    """Raises EngineError for a generation that cannot be trained on."""
+    tokens = len(generation.token_ids)
+    if generation.finish_reason == "cancelled":
+        raise EngineError("the engine cancelled the generation")
+    if not 0 < tokens <= sampling.max_tokens:
+        raise EngineError(f"the engine gave {tokens} tokens, asked for 1..{sampling.max_tokens}")
+    if len(generation.log_probs) != tokens or len(generation.versions) != tokens:
+        raise EngineError(
+            f"the engine gave {tokens} tokens, {len(generation.log_probs)} log-probs and "
+            f"{len(generation.versions)} versions"
+        )
+    if not all(map(math.isfinite, generation.log_probs)):
+        raise EngineError("the engine gave a log-prob that is not finite")
+
+
 class Engine(Protocol):
     """Thread-safe. `submit` returns immediately; cancelling its future cancels the generation."""
 
@@ -106,6 +132,10 @@ class Engine(Protocol):
         """Sets the weights for all tokens generated from now on."""
 
     def metrics(self) -> dict[str, float]:
-        """Gauges, and counters since the start."""
+        """Gauges, and counters since the start.
+
+        `queue_length` (requests that wait) and `kv_usage` (share of the KV cache in use) limit the
+        number of episodes in flight, if the engine has them.
+        """
 
     def close(self) -> None: ...

@@ -97,6 +97,15 @@ class SlotTable:
         return sorted((s for s in self.slots if s.job is not None), key=lambda s: s.turn)
 
     @property
+    def usage(self) -> float:
+        """The share of slots, or of pages, that hold a stream."""
+        if self._free is None:
+            return sum(s.session is not None for s in self.slots) / len(self.slots)
+        pages = [(len(s.pages), s.session is not None) for s in self.slots]
+        held = sum(count for count, in_use in pages if in_use)
+        return held / (self.free_pages + sum(count for count, _ in pages))
+
+    @property
     def free_pages(self) -> int:
         """Pages that hold nothing."""
         return sum(map(len, self._free or ()))

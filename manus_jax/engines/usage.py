@@ -5,6 +5,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from manus_jax.timeline import TIMELINE
+
 
 class UsageClock:
     """Thread-safe."""
@@ -14,6 +16,7 @@ class UsageClock:
         self._in_flight = 0
         self._since = 0.0
         self._busy = 0.0
+        self._span = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
@@ -21,6 +24,7 @@ class UsageClock:
         with self._lock:
             if self._in_flight == 0:
                 self._since = time.monotonic()
+                self._span.enter_context(TIMELINE.span("engine", "requests in flight"))
             self._in_flight += 1
         try:
             yield
@@ -29,6 +33,7 @@ class UsageClock:
                 self._in_flight -= 1
                 if self._in_flight == 0:
                     self._busy += time.monotonic() - self._since
+                    self._span.close()
 
     def busy_seconds(self) -> float:
         with self._lock:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from manus_jax.engines.layout import Layout, weight_spec
 from manus_jax.models.disk_params import cast_on_host
+from manus_jax.models.lora import MergedArray
 from manus_jax.models.transformer import Params
 
 _REPEATED = ("k_proj", "v_proj", "k_bias", "v_bias")
@@ -38,11 +39,15 @@ def copy_weights(layout: Layout, params: Params) -> dict[str, Any]:
 
 
 def _copy(layout: Layout, name: str, x: Any, layer: int | None) -> jax.Array:
+    if isinstance(x, MergedArray):
+        assert layer is not None
+        x, layer = x.layer(layer), None
     sharding = layout.sharding(*weight_spec(name))
     repeats = layout.kv_heads // layout.arch.num_kv_heads if name in _REPEATED else 1
     arguments = layout.dtype, repeats, layout.arch.head_dim
     if not _on_devices_of(layout, x):
-        tensor = _convert(np, cast_on_host(x, layer, jnp.dtype(layout.dtype)), *arguments)
+        part = () if layer is None else (layer,)
+        tensor = _convert(np, cast_on_host(x, part, jnp.dtype(layout.dtype)), *arguments)
         # Wait: pending transfers would keep several host copies alive.
         return jax.block_until_ready(jax.device_put(tensor, sharding))
     index = None if layer is None else jax.device_put(np.int32(layer), layout.sharding())

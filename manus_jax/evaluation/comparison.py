@@ -8,6 +8,7 @@ each of them.
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import tempfile
 import time
@@ -29,13 +30,17 @@ from manus_jax.evaluation.statistics import Estimate
 from manus_jax.files import write_atomically
 from manus_jax.models import loading as policy_source
 from manus_jax.models.architecture import ModelError
+from manus_jax.models.transformer import Params
 from manus_jax.progress import ProgressLine
+from manus_jax.rollout.api_player import PREFIX, ApiPolicy
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
 from manus_jax.rollout.build_rollout import check_play, open_engine, open_servers
 from manus_jax.rollout.llm_player import ChatTokenizer, EngineAgent
 from manus_jax.rollout.player import Agent
+from manus_jax.rollout.strategies import episodes_per_spec
 from manus_jax.rollout.trajectory import Outcome, Trajectory
 from manus_jax.rollout.trajectory_files import write_trajectories
+from manus_jax.servers.chat_api import ChatApi
 from manus_jax.status import STATUS
 
 RUN_DIRECTORIES = ("checkpoints", "export", "model", "trajectories", "warm_start")
@@ -58,6 +63,11 @@ def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationRe
     """Plays the evaluation set with every policy; writes evaluation.json and trajectories/."""
     evaluate, env, rollout = config.evaluate, config.env, config.rollout
     check_play(env, rollout)
+    if (several := episodes_per_spec(rollout)) > 1:
+        raise ConfigError(
+            f"rollout.strategy = {rollout.strategy!r} plays up to {several} episodes together, and "
+            "an evaluation counts each by itself; evaluate.samples plays several of a task"
+        )
     eval_set = make_eval_set(
         env, evaluate.tasks_per_env, evaluate.task_files, evaluate.split, evaluate.samples
     )
@@ -101,15 +111,21 @@ def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationRe
 
 
 def make_candidate(name: str, config: EvaluateConfig, slots: int) -> Candidate:
-    """The oracle, the random policy or a model; checks a model's files without loading them."""
+    """The policy of that name; verifies a model's files without loading them."""
     if name in ("oracle", "random"):
         agent = OraclePolicy() if name == "oracle" else RandomPolicy(config.evaluate.seed)
         return Candidate(name, agent.check, lambda: contextlib.nullcontext(agent))
+    if name.startswith(PREFIX):
+        try:
+            external = ApiPolicy(ChatApi.parse(name.removeprefix(PREFIX)), config.evaluate.seed)
+        except ValueError as error:
+            raise ConfigError(f"evaluate.policies: {error}") from None
+        return Candidate(name, external.check, lambda: contextlib.nullcontext(external))
     path = Path(name).expanduser()
     if not path.is_dir():
         raise ConfigError(
             f"evaluate.policies: {name!r} is neither 'oracle' nor 'random' nor an existing "
-            "directory (a Hugging Face directory, a run or a checkpoint)"
+            "directory (a Hugging Face directory, a run or a checkpoint) nor openai:MODEL@URL"
         )
     if config.evaluate.samples > 1 and config.rollout.temperature == 0:
         raise ConfigError(
@@ -117,6 +133,7 @@ def make_candidate(name: str, config: EvaluateConfig, slots: int) -> Candidate:
             "episodes of a task are identical; set evaluate.samples = 1 or a temperature > 0"
         )
     source = policy_source.from_path(path)
+    params = source.open()  # they stay on disk, but are verified
     length, positions = config.rollout.max_total_tokens, source.card.architecture.max_positions
     if length > positions:
         raise ModelError(
@@ -124,19 +141,25 @@ def make_candidate(name: str, config: EvaluateConfig, slots: int) -> Candidate:
         )
     return Candidate(
         name,
-        ChatTokenizer(source.tokenizer).check,
-        lambda: _open_model(source, config, slots, length),
+        ChatTokenizer(source.tokenizer, config.chat).check,
+        lambda: _open_model(source, params, config, slots, length),
     )
 
 
 @contextlib.contextmanager
 def _open_model(
-    source: policy_source.PolicySource, config: EvaluateConfig, slots: int, length: int
+    source: policy_source.PolicySource,
+    params: Params,
+    config: EvaluateConfig,
+    slots: int,
+    length: int,
 ) -> Iterator[Agent]:
     """Runs a model in its own engine, which is closed on exit."""
     settings = dataclasses.replace(config.engine, slots=slots)
-    with open_engine(source, source.open(), settings, config.engine_settings, length) as engine:
-        yield EngineAgent(engine, source.tokenizer, config.evaluate.seed)
+    with open_engine(source, params, settings, config.engine_settings, length) as engine:
+        agent = EngineAgent(engine, source.tokenizer, config.evaluate.seed, config.chat)
+        with contextlib.closing(agent):
+            yield agent
 
 
 def _play(
@@ -190,8 +213,9 @@ def _make_directory(path: str) -> Path:
     """Creates the directory; refuses one whose files the results would replace or mix with."""
     out_dir = Path(path).expanduser()
     try:
-        for directory in (out_dir.resolve(), *out_dir.resolve().parents):
-            inside = out_dir.resolve().relative_to(directory).parts[:1]
+        real = Path(os.path.realpath(out_dir))
+        for directory in (real, *real.parents):
+            inside = real.relative_to(directory).parts[:1]
             if _is_run(directory) and (not inside or inside[0] in RUN_DIRECTORIES):
                 raise ConfigError(
                     f"evaluate.out_dir {out_dir} belongs to the run {directory}, whose files it "

@@ -14,6 +14,7 @@ from manus_jax.agentgym.table import environment
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.settings import EnvSettings
 from manus_jax.data.tasks import Task, read_tasks
+from manus_jax.limits import shown
 from manus_jax.rollout.trajectory import EpisodeSpec, episode_specs
 
 
@@ -71,8 +72,8 @@ def playable_tasks(files: Sequence[str], env: EnvSettings) -> list[list[Task]]:
         for row, task in enumerate(found[-1]):
             if task.env not in env.names:
                 raise ConfigError(
-                    f"{file} row {row}: task {task.item_id} belongs to environment {task.env!r}, "
-                    f"which is not in env.names ({', '.join(env.names)})"
+                    f"{file} row {row}: task {shown(task.item_id)} belongs to environment "
+                    f"{shown(task.env)}, which is not in env.names ({', '.join(env.names)})"
                 )
             limit = limits.get(task.env)
             if limit is not None and task.item is not None and task.item >= limit:

@@ -7,6 +7,7 @@ mean; a task whose episodes all failed is excluded too.
 
 import collections
 import dataclasses
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -108,9 +109,13 @@ def evaluate_policy(
     eval_set: EvalSet,
     settings: RolloutSettings,
     on_done: OnDone | None = None,
+    stop: threading.Event | None = None,
 ) -> EvaluationResult:
-    """Plays the evaluation set and calls `on_done(index, outcome)` after every episode."""
-    outcomes = run_episodes(eval_set.specs(), agent, pool, settings, on_done)
+    """Plays the evaluation set and calls `on_done(index, outcome)` after every episode.
+
+    Episodes are cancelled when `stop` is set.
+    """
+    outcomes = run_episodes(eval_set.specs(), agent, pool, settings, on_done, stop)
     return summarize_by_env(outcomes, eval_set.samples)
 
 

@@ -19,8 +19,10 @@ from manus_jax.algorithms.aggregation import token_weights
 from manus_jax.data_proto import DataProto
 from manus_jax.dispatch import starting
 from manus_jax.learner import objectives
+from manus_jax.learner.mesh import param_shardings
 from manus_jax.learner.packing import PackedRows, RowShape
 from manus_jax.learner.update import (
+    Frozen,
     Objective,
     Params,
     TrainState,
@@ -33,6 +35,7 @@ from manus_jax.learner.update import (
     put_shards,
     state_shardings,
 )
+from manus_jax.models.lora import Lora, merge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,9 @@ class LearnerSpec:
 
     `columns` are the per-token columns that the objective reads. The buffers of updates and forward
     passes initially hold `update_micro_batches` and `forward_micro_batches`. A larger batch
-    enlarges them, which recompiles the program.
+    enlarges them, which recompiles the program. With `lora`, `shapes` are those of the adapters,
+    and `frozen` those of the base. With `routing`, the numbers of layers and of experts per token,
+    every pass replays the experts in the column `routed_experts`.
     """
 
     shapes: Params
@@ -55,6 +60,15 @@ class LearnerSpec:
     aggregation: str = "token-mean"
     norm_constant: float | None = None
     optimizer_on_host: bool = False
+    in_place: bool = False
+    frozen: Frozen = ()
+    lora: Lora | None = None
+    routing: tuple[int, int] | None = None
+
+    @property
+    def replayed(self) -> tuple[str, ...]:
+        """The columns that every pass reads, besides those of the packing."""
+        return () if self.routing is None else ("routed_experts",)
 
 
 # Implicit transfers between host and devices are errors: in a training step, they would be slow.
@@ -62,15 +76,17 @@ _no_implicit_transfers = functools.partial(jax.transfer_guard, "disallow")
 
 
 class Learner:
-    """One model in training."""
+    """One model in training; `frozen` are the parameters that complete those in training."""
 
-    def __init__(self, params: Params, spec: LearnerSpec, mesh: Mesh) -> None:
-        self.mesh, self.spec = mesh, spec
+    def __init__(self, params: Params, spec: LearnerSpec, mesh: Mesh, frozen: Frozen = ()) -> None:
+        self.mesh, self.spec, self.frozen = mesh, spec, frozen
         on_host = spec.optimizer_on_host
         self.state = init_state(params, spec.optimizer, mesh, on_host)
-        self._update = make_update(spec.objective, spec.optimizer, mesh, spec.shapes, on_host)
-        self._forward = make_forward(spec.forward, mesh, spec.shapes)
-        self._evaluate = make_evaluate(spec.objective, mesh, spec.shapes)
+        self._update = make_update(
+            spec.objective, spec.optimizer, mesh, spec.shapes, on_host, spec.frozen, spec.in_place
+        )
+        self._forward = make_forward(spec.forward, mesh, spec.shapes, spec.frozen)
+        self._evaluate = make_evaluate(spec.objective, mesh, spec.shapes, spec.frozen)
         self._capacity = {
             "update": spec.update_micro_batches,
             "forward": spec.forward_micro_batches,
@@ -82,6 +98,12 @@ class Learner:
         shardings = state_shardings(spec.shapes, spec.optimizer, self.mesh, spec.optimizer_on_host)
         return abstract_state(self.state, shardings)
 
+    def merged(self) -> Params:
+        """The parameters of the model in training; with LoRA, adapted weights are merged later."""
+        if self.spec.lora is None:
+            return self.state.params
+        return merge(self.frozen[0], self.state.params, self.spec.lora)
+
     def update(self, batch: DataProto) -> dict[str, float]:
         """Takes one optimizer step on the batch; returns metric means over its trained tokens."""
         return self.start_update(batch)()
@@ -90,13 +112,14 @@ class Learner:
         """Dispatches an optimizer step; calling the result waits for its metrics."""
         weighted = self._with_loss_weights(batch)
         rows = self._rows(weighted, "update")
-        arrays = rows.arrays((*self.spec.columns, "loss_weights"))
+        arrays = rows.arrays((*self.spec.columns, "loss_weights", *self.spec.replayed))
         with starting(self.mesh), _no_implicit_transfers():
-            self.state, sums = self._update(self.state, *put_batch(arrays, rows.used, self.mesh))
+            placed = put_batch(arrays, rows.used, self.mesh)
+            self.state, sums = self._update(self.state, *placed, *self.frozen)
         return lambda: {**objectives.token_means(sums), **rows.metrics()}
 
     def forward(
-        self, batch: DataProto, column: str, reference: "Reference | None" = None
+        self, batch: DataProto, column: str, reference: "Reference | BaseReference | None" = None
     ) -> DataProto:
         """Log-probs or values of the trained tokens as `column`, float32, 0 outside the loss mask.
 
@@ -105,7 +128,8 @@ class Learner:
         rows = self._rows(batch, "forward")
         with starting(self.mesh), _no_implicit_transfers():
             params = self.state.params if reference is None else reference.params()
-            out = self._forward(params, *put_batch(rows.arrays(()), rows.used, self.mesh))
+            placed = put_batch(rows.arrays(self.spec.replayed), rows.used, self.mesh)
+            out = self._forward(params, *placed, *self.frozen)
         unpacked = rows.unpack(jax.device_get(out))
         values = np.where(np.asarray(batch.batch["loss_mask"]), unpacked, 0.0)
         return DataProto.from_dict({column: values.astype(np.float32)})
@@ -113,9 +137,10 @@ class Learner:
     def evaluate(self, batch: DataProto) -> dict[str, float]:
         """Sums of the objective's metrics over the trained tokens, without an update."""
         rows = self._rows(self._with_loss_weights(batch), "update")
-        arrays = rows.arrays((*self.spec.columns, "loss_weights"))
+        arrays = rows.arrays((*self.spec.columns, "loss_weights", *self.spec.replayed))
         with starting(self.mesh), _no_implicit_transfers():
-            sums = self._evaluate(self.state.params, *put_batch(arrays, rows.used, self.mesh))
+            placed = put_batch(arrays, rows.used, self.mesh)
+            sums = self._evaluate(self.state.params, *placed, *self.frozen)
         return {name: float(x) for name, x in jax.device_get(sums).items()}
 
     def _with_loss_weights(self, batch: DataProto) -> DataProto:
@@ -146,6 +171,14 @@ class Reference:
         return jax.tree.map(
             lambda x: x.on_devices() if isinstance(x, _HostArray) else x, self._kept
         )
+
+
+class BaseReference:
+    """The base of a policy with adapters: the same frozen parameters, with adapters of zero."""
+
+    def __init__(self, spec: LearnerSpec, mesh: Mesh):
+        zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), spec.shapes)
+        self.params = jax.jit(zeros, out_shardings=param_shardings(spec.shapes, mesh))
 
 
 class _HostArray:

@@ -2,10 +2,10 @@
 
 Rows of a batch are split over "data" and "fsdp", and their tokens over "sequence". Parameters are
 split over "fsdp" and "sequence" together (and gathered layer by layer when used) and over "tensor"
-(heads, MLP columns, vocabulary). Slices connected only by a data-centre network form the outer part
-of "data", so that gradients cross that network once per micro-batch. A parameter that no rule
-matches is an error, and so is a size that is not divisible. Both are detected before anything is
-allocated, and the message shows the arithmetic.
+(heads, MLP columns or experts, vocabulary). Slices connected only by a data-centre network form the
+outer part of "data", so that gradients cross that network once per micro-batch. A parameter that no
+rule matches is an error, and so is a size that is not divisible. Both are detected before anything
+is allocated, and the message shows the arithmetic.
 """
 
 import math
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from manus_jax.errors import UserError
 from manus_jax.models.architecture import Architecture
-from manus_jax.models.attention import BATCH_AXES, KERNEL_BLOCK, Implementation
+from manus_jax.models.attention import BATCH_AXES, KERNEL_BLOCK, Implementation, check_window
 
 # Ordered by communication, least first; the devices of the last axis are closest to each other.
 AXES = ("data", "fsdp", "sequence", "tensor")
@@ -33,8 +33,14 @@ PARAM_RULES: tuple[tuple[str, P], ...] = (
     (r"(^|/)(embed|lm_head)$", P("tensor", ("fsdp", "sequence"))),
     (r"layers/(q|k|v|gate|up)_proj$", P(None, "tensor", ("fsdp", "sequence"))),
     (r"layers/(o|down)_proj$", P(None, ("fsdp", "sequence"), "tensor")),
+    (r"layers/(q|k|v|gate|up)_proj_lora_a$", P(None, None, ("fsdp", "sequence"))),
+    (r"layers/(q|k|v|gate|up)_proj_lora_b$", P(None, "tensor", None)),
+    (r"layers/(o|down)_proj_lora_a$", P(None, None, "tensor")),
+    (r"layers/(o|down)_proj_lora_b$", P(None, ("fsdp", "sequence"), None)),
     (r"layers/(q|k|v)_bias$", P(None, "tensor")),
-    (r"(^|/)(\w*norm|value_head)$", P()),
+    (r"layers/expert_(gate|up)$", P(None, "tensor", None, ("fsdp", "sequence"))),
+    (r"layers/expert_down$", P(None, "tensor", ("fsdp", "sequence"), None)),
+    (r"(^|/)(\w*norm|router|value_head)$", P()),
 )
 
 
@@ -139,6 +145,7 @@ def check_model(arch: Architecture, mesh: Mesh, implementation: Implementation =
     If there are fewer key-value heads than devices along "tensor", heads are repeated; their number
     must then divide the number of devices.
     """
+    check_window(arch, implementation)
     by_heads = ("tensor", "sequence") if implementation == "triton" else ("tensor",)
     kv_heads, parts = arch.num_kv_heads, _size(by_heads, mesh)
     _require_divides(f"{arch.num_heads} heads are", arch.num_heads, by_heads, mesh)
@@ -147,8 +154,10 @@ def check_model(arch: Architecture, mesh: Mesh, implementation: Implementation =
             f"{kv_heads} key-value heads are not divisible by {_product(by_heads, mesh)}, "
             f"nor does {kv_heads} divide it"
         )
+    if arch.num_experts:
+        _require_divides(f"{arch.num_experts} experts are", arch.num_experts, ("tensor",), mesh)
     for name, size, axes in (
-        ("intermediate size", arch.intermediate_size, ("tensor",)),
+        ("intermediate size", 0 if arch.num_experts else arch.intermediate_size, ("tensor",)),
         ("key-value width", kv_heads * arch.head_dim, ("tensor",)),
         ("hidden size", arch.hidden_size, ("fsdp", "sequence")),
         ("vocabulary", arch.vocab_size, ("tensor",)),

@@ -34,8 +34,13 @@ def log_probs_of(
     with_entropy: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probs and entropies of the trained tokens, float32 [rows, length]."""
-    model = nnx.merge(graphdef, params)
-    hidden = model.backbone(*_rows(batch))
+    return _run(nnx.merge(graphdef, params), batch, temperature, with_entropy)
+
+
+def _run(
+    model: Transformer, batch: Batch, temperature: float = 1.0, with_entropy: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    hidden = model.backbone(*_rows(batch), batch.get("routed_experts"))
     return sharded_log_probs(
         hidden,
         model.head(),
@@ -52,14 +57,30 @@ def _sums(mask: jax.Array, stats: Mapping[str, jax.Array]) -> dict[str, jax.Arra
     return {**sums, TOKENS: jnp.sum(mask.astype(jnp.float32))}
 
 
-def supervised(graphdef: nnx.GraphDef[Transformer]) -> Objective:
+def _balanced(
+    model: Transformer, batch: Batch, loss: jax.Array, stats: dict[str, jax.Array], weight: float
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Adds the load-balancing loss of a model with experts, which has run, and the metric.
+
+    It counts as much as the micro-batch does in the loss of the update.
+    """
+    if not model.backbone.arch.num_experts:
+        return loss, stats
+    imbalance = model.backbone.imbalance[...]
+    if weight:
+        loss = loss + weight * jnp.sum(batch["loss_weights"]) * imbalance
+    return loss, {**stats, "load_imbalance": jnp.full(batch["loss_mask"].shape, imbalance)}
+
+
+def supervised(graphdef: nnx.GraphDef[Transformer], load_balancing: float = 0.0) -> Objective:
     """Cross-entropy of the trained tokens."""
 
     def objective(params: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        log_probs, _ = log_probs_of(graphdef, params, batch)
-        return -jnp.sum(batch["loss_weights"] * log_probs), _sums(
-            batch["loss_mask"], {"nll": -log_probs}
-        )
+        model = nnx.merge(graphdef, params)
+        log_probs, _ = _run(model, batch)
+        loss, stats = -jnp.sum(batch["loss_weights"] * log_probs), {"nll": -log_probs}
+        loss, stats = _balanced(model, batch, loss, stats, load_balancing)
+        return loss, _sums(batch["loss_mask"], stats)
 
     return objective
 
@@ -69,14 +90,18 @@ def policy(
     loss: PolicyLoss,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    load_balancing: float = 0.0,
 ) -> Objective:
     """A policy loss on log-probs; the batch holds the fields that the loss needs."""
 
     def objective(params: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        log_probs, entropy = log_probs_of(graphdef, params, batch, temperature, with_entropy)
+        model = nnx.merge(graphdef, params)
+        log_probs, entropy = _run(model, batch, temperature, with_entropy)
         fields: dict[str, Any] = {**batch, "mask": batch["loss_mask"], "entropy": entropy}
         loss_t, stats = loss(log_probs, fields)
-        return jnp.sum(batch["loss_weights"] * loss_t), _sums(batch["loss_mask"], stats)
+        total = jnp.sum(batch["loss_weights"] * loss_t)
+        total, stats = _balanced(model, batch, total, stats, load_balancing)
+        return total, _sums(batch["loss_mask"], stats)
 
     return objective
 

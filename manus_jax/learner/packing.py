@@ -80,7 +80,7 @@ class PackedRows:
         self._positions = np.broadcast_to(tokens, self._mask.shape)[self._mask]
 
     def arrays(self, columns: Iterable[str]) -> dict[str, np.ndarray]:
-        """[capacity, rows, length] each: input_ids, segment_ids, positions, loss_mask, columns."""
+        """[capacity, rows, length, …]: input_ids, segment_ids, positions, loss_mask, columns."""
         segment = np.asarray(self._batch.batch[PACKED_SEGMENT])
         segment = np.broadcast_to(segment[:, None], self._mask.shape)
         return {
@@ -108,9 +108,9 @@ class PackedRows:
         }
 
     def _place(self, values: np.ndarray) -> np.ndarray:
-        packed = np.zeros(int(np.prod(self._shape3)), values.dtype)
+        packed = np.zeros((int(np.prod(self._shape3)), *values.shape[1:]), values.dtype)
         packed[self._where] = values
-        return packed.reshape(self._shape3)
+        return packed.reshape(*self._shape3, *values.shape[1:])
 
 
 def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -27,9 +27,12 @@ from manus_jax.learner.mesh import (
     replicated,
 )
 from manus_jax.learner.processes import compile_on_all
+from manus_jax.models.layer_gradients import attach, layers_of, with_layers
+from manus_jax.models.lora import join
 
 Params = Any
 Batch = dict[str, jax.Array]
+Frozen = tuple[Params, ...]  # none, or one tree
 # (params, micro_batch) -> (loss share, sums of metrics over the micro-batch's trained tokens)
 Objective = Callable[[Params, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 
@@ -119,15 +122,19 @@ def _zeros(tree: Any) -> Any:
 
 
 def accumulate(
-    objective: Objective, params: Params, batch: Batch, used: jax.Array
+    objective: Objective, params: Params, batch: Batch, used: jax.Array, in_place: bool = False
 ) -> tuple[Params, jax.Array, dict[str, jax.Array]]:
-    """Gradient (float32), loss and metric sums over the first `used` micro-batches."""
+    """Gradient (float32), loss and metric sums over the first `used` micro-batches.
 
-    grad = jax.value_and_grad(objective, has_aux=True)
+    With `in_place`, the backward pass adds the gradients of layers to their sums.
+    """
 
     def body(index: jax.Array, carry: Any) -> Any:
-        (loss, metrics), grads = grad(params, _micro_batch(batch, index))
-        return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), carry, (grads, loss, metrics))
+        rows, sums = _micro_batch(batch, index), carry[0]
+        of = lambda params: objective(attach(params, sums) if in_place else params, rows)
+        (loss, metrics), grads = jax.value_and_grad(of, has_aux=True)(params)
+        new = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), carry, (grads, loss, metrics))
+        return (with_layers(new[0], layers_of(grads)), *new[1:]) if in_place else new
 
     loss_shape, metric_shapes = jax.eval_shape(objective, params, _micro_batch(batch, 0))
     init = _zeros((params, loss_shape, metric_shapes))
@@ -152,19 +159,26 @@ def make_update(
     mesh: Mesh,
     params: Params,
     on_host: bool = False,
-) -> Callable[[TrainState, Batch, Any], tuple[TrainState, dict[str, jax.Array]]]:
-    """Compiles `update(state, batch, used) -> (state, metrics)` for `params` of these shapes.
+    frozen: Frozen = (),
+    in_place: bool = False,
+) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """Compiles `update(state, batch, used, *frozen) -> (state, metrics)` for these shapes.
+
+    `params` are trained; `frozen` parameters complete them, without gradients (`models.lora`).
 
     The returned metrics are the objective's sums, plus `loss`, `grad_norm` and `update_skipped`.
-    With `on_host`, the optimizer's state comes to the devices for its step only.
+    With `on_host`, the optimizer's state comes to the devices for its step only. With `in_place`,
+    gradients are summed in the backward pass, unless parameters are frozen.
     """
+    in_place = in_place and not frozen
     shardings = state_shardings(params, optimizer, mesh, on_host)
     on_device = state_shardings(params, optimizer, mesh).opt_state
 
     def update(
-        state: TrainState, batch: Batch, used: jax.Array
+        state: TrainState, batch: Batch, used: jax.Array, *frozen: Params
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        grads, loss, metrics = accumulate(objective, state.params, batch, used)
+        of_trained = lambda params, rows: objective(join(params, *frozen), rows)
+        grads, loss, metrics = accumulate(of_trained, state.params, batch, used, in_place)
         norm = optax.tree.norm(grads)
         old = jax.device_put(state.opt_state, on_device) if on_host else state.opt_state
         updates, opt_state = optimizer.update(grads, old, state.params)
@@ -182,7 +196,12 @@ def make_update(
 
     jitted = jax.jit(
         update,
-        in_shardings=(shardings, batch_sharding(mesh), replicated(mesh)),
+        in_shardings=(
+            shardings,
+            batch_sharding(mesh),
+            replicated(mesh),
+            *(param_shardings(x, mesh) for x in frozen),
+        ),
         out_shardings=(shardings, replicated(mesh)),
         donate_argnums=0,
         compiler_options=_TPU_OPTIONS if mesh.devices.flat[0].platform == "tpu" else None,
@@ -191,11 +210,15 @@ def make_update(
 
 
 def make_evaluate(
-    objective: Objective, mesh: Mesh, params: Params
-) -> Callable[[Params, Batch, Any], dict[str, jax.Array]]:
-    """Compiles `evaluate(params, batch, used) -> metric sums` of an objective, no gradients."""
+    objective: Objective, mesh: Mesh, params: Params, frozen: Frozen = ()
+) -> Callable[..., dict[str, jax.Array]]:
+    """Compiles `evaluate(params, batch, used, *frozen) -> metric sums`, without gradients."""
 
-    def evaluate(params: Params, batch: Batch, used: jax.Array) -> dict[str, jax.Array]:
+    def evaluate(
+        params: Params, batch: Batch, used: jax.Array, *frozen: Params
+    ) -> dict[str, jax.Array]:
+        params = join(params, *frozen)
+
         def body(index: jax.Array, sums: Any) -> Any:
             _, metrics = objective(params, _micro_batch(batch, index))
             return jax.tree.map(jnp.add, sums, metrics)
@@ -205,23 +228,28 @@ def make_evaluate(
 
     jitted = jax.jit(
         evaluate,
-        in_shardings=(param_shardings(params, mesh), batch_sharding(mesh), replicated(mesh)),
+        in_shardings=_forward_shardings(params, mesh, frozen),
         out_shardings=replicated(mesh),
     )
     return compile_on_all(jitted)
 
 
 def make_forward(
-    function: Callable[[Params, Batch], jax.Array], mesh: Mesh, params: Params
-) -> Callable[[Params, Batch, Any], jax.Array]:
-    """Compiles `forward(params, batch, used) -> float32 [micro_batches, rows, length]`.
+    function: Callable[[Params, Batch], jax.Array],
+    mesh: Mesh,
+    params: Params,
+    frozen: Frozen = (),
+) -> Callable[..., jax.Array]:
+    """Compiles `forward(params, batch, used, *frozen) -> float32 [micro_batches, rows, length]`.
 
     `function` maps a micro-batch to float32 [rows, length]: log-probs or values. With several
     processes, each gets the full result.
     """
     split = jax.process_count() == 1
 
-    def forward(params: Params, batch: Batch, used: jax.Array) -> jax.Array:
+    def forward(params: Params, batch: Batch, used: jax.Array, *frozen: Params) -> jax.Array:
+        params = join(params, *frozen)
+
         def body(index: jax.Array, out: jax.Array) -> jax.Array:
             rows = function(params, _micro_batch(batch, index))
             return jax.lax.dynamic_update_index_in_dim(out, rows, index, 0)
@@ -231,7 +259,12 @@ def make_forward(
 
     jitted = jax.jit(
         forward,
-        in_shardings=(param_shardings(params, mesh), batch_sharding(mesh), replicated(mesh)),
+        in_shardings=_forward_shardings(params, mesh, frozen),
         out_shardings=batch_sharding(mesh) if split else replicated(mesh),
     )
     return compile_on_all(jitted)
+
+
+def _forward_shardings(params: Params, mesh: Mesh, frozen: Frozen) -> tuple[Any, ...]:
+    rows = batch_sharding(mesh), replicated(mesh)
+    return (param_shardings(params, mesh), *rows, *(param_shardings(x, mesh) for x in frozen))

@@ -1,24 +1,19 @@
 """The architecture of a decoder, read from a Hugging Face `config.json`.
 
-Qwen2/2.5, Qwen3 and Llama 3 (including SmolLM2) are the same decoder with a few switches, and an
-`Architecture` consists of its sizes and these switches. A setting that the decoder does not
-implement is an error that names it, never ignored.
+All families (`models/families/`) are the same decoder with a few switches, and an `Architecture`
+consists of its sizes and these switches. A setting that the decoder does not implement is an error
+that names it, never ignored.
 """
 
 import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from manus_jax.errors import UserError
-
-FAMILIES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-}
-
+from manus_jax.models.families import FAMILIES
+from manus_jax.models.families.family import Family, Unsupported
 
 _SIZES = (
     "vocab_size",
@@ -32,7 +27,15 @@ _SIZES = (
 )
 
 
+_POSITIVE = (
+    *("rope_theta", "local_rope_theta", "rope_factor"),
+    *("norm_eps", "initializer_range", "embed_scale"),
+)
 _LARGEST = 2**31 - 1
+_TEXT_MODEL_HINT = (
+    "; its text model can be saved as gemma3_text with transformers and torch: "
+    "Gemma3ForCausalLM.from_pretrained(DIR).save_pretrained(OUT)"
+)
 
 
 class ModelError(UserError, ValueError):
@@ -77,6 +80,20 @@ class Architecture:
     tie_embeddings: bool = True
     max_positions: int = 32_768
     initializer_range: float = 0.02
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    norm_plus_one: bool = False  # norms multiply by 1 + weight
+    output_norms: bool = False  # norms also after attention and after the MLP
+    embed_scale: float = 1.0
+    query_scale: float | None = None  # None: head_dim ** -0.5
+    rope_factor: float = 1.0  # positions are divided by it
+    # Local layers see only the last `sliding_window` tokens and have their own RoPE base.
+    sliding_window: int | None = None
+    local_layers: tuple[bool, ...] = ()
+    local_rope_theta: float = 10_000.0
+    # Mixture of experts: `intermediate_size` is that of one expert.
+    num_experts: int = 0  # 0: a dense MLP
+    experts_per_token: int = 0
+    normalize_experts: bool = True  # the weights of a token's experts sum to one
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -84,7 +101,7 @@ class Architecture:
         for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ModelError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("rope_theta", "norm_eps", "initializer_range"):
+        for name in _POSITIVE:
             if not 0 < getattr(self, name) < math.inf:
                 raise ModelError(f"{name} is {getattr(self, name)}; it must be positive and finite")
         if self.num_heads % self.num_kv_heads:
@@ -94,6 +111,20 @@ class Architecture:
             )
         if self.head_dim % 2:
             raise ModelError(f"head_dim {self.head_dim} is odd; rotary embeddings need it even")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ModelError(f"sliding_window is {self.sliding_window}; it must be at least 1")
+        if len(self.local_layers) not in (0, self.num_layers):
+            raise ModelError(f"{len(self.local_layers)} kinds of layers for {self.num_layers}")
+        if not (0 < self.experts_per_token <= self.num_experts) and self.num_experts:
+            raise ModelError(
+                f"experts_per_token is {self.experts_per_token}, of {self.num_experts} experts"
+            )
+        if any(self.local_layers) and self.sliding_window is None:
+            raise ModelError("sliding layers need sliding_window")
+
+    @property
+    def has_local_layers(self) -> bool:
+        return any(self.local_layers)
 
     @property
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -107,15 +138,24 @@ class Architecture:
             "v_proj": (kv, d),
             "o_proj": (d, q),
             "post_norm": (d,),
-            "gate_proj": (f, d),
-            "up_proj": (f, d),
-            "down_proj": (d, f),
         }
+        matrices = {"gate": (f, d), "up": (f, d), "down": (d, f)}
+        if n := self.num_experts:
+            shapes |= {"router": (n, d), **{f"expert_{k}": (n, *s) for k, s in matrices.items()}}
+        else:
+            shapes |= {f"{name}_proj": shape for name, shape in matrices.items()}
         if self.qkv_bias:
             shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+        if self.output_norms:
+            shapes |= {"attention_out_norm": (d,), "mlp_out_norm": (d,)}
         if self.qk_norm:
             shapes |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
         return shapes
+
+    @property
+    def active_share(self) -> float:
+        """The share of the experts' parameters that a token uses."""
+        return self.experts_per_token / self.num_experts if self.num_experts else 1.0
 
     @property
     def num_params(self) -> int:
@@ -127,44 +167,59 @@ class Architecture:
 
 def from_hf_config(config: dict[str, Any], source: str = "config.json") -> Architecture:
     """Converts the dict of a Hugging Face `config.json`."""
-    family = config.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        hint = _TEXT_MODEL_HINT if name == "gemma3" else ""
         raise ModelError(
-            f"{source}: model_type {family!r} is not supported (known: {', '.join(FAMILIES)})"
+            f"{source}: model_type {name!r} is not supported (known: {', '.join(FAMILIES)}){hint}"
         )
-    _refuse_unsupported(config, family, source)
     try:
-        heads = _whole(config["num_attention_heads"])
-        hidden = _whole(config["hidden_size"])
-        rope = _rope_parameters(config)
-        scaling = _rope_scaling(rope)
-        # If config.json omits head_dim, Qwen3 uses a constant.
-        head_dim = 128 if family == "qwen3" else hidden // max(1, heads)
-        optional = lambda values, key, default: default if values.get(key) is None else values[key]
-        return Architecture(
-            family=family,
-            vocab_size=_whole(config["vocab_size"]),
-            hidden_size=hidden,
-            intermediate_size=_whole(config["intermediate_size"]),
-            num_layers=_whole(config["num_hidden_layers"]),
-            num_heads=heads,
-            num_kv_heads=_whole(optional(config, "num_key_value_heads", heads)),
-            head_dim=_whole(optional(config, "head_dim", head_dim)),
-            rope_theta=_real(optional(rope, "rope_theta", 10_000.0)),
-            rope_scaling=scaling,
-            norm_eps=_real(config.get("rms_norm_eps", 1e-6)),
-            qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
-            tie_embeddings=_flag(config.get("tie_word_embeddings", False)),
-            max_positions=_whole(config.get("max_position_embeddings", 32_768)),
-            initializer_range=_real(config.get("initializer_range", 0.02)),
-        )
+        fields = _read_fields(config, FAMILIES[name])
+        return Architecture(**{key: _checked(key, value) for key, value in fields.items()})
     except KeyError as error:
         raise ModelError(f"{source}: {error.args[0]!r} is missing") from None
-    except ModelError as error:
+    except (ModelError, Unsupported) as error:
         raise ModelError(f"{source}: {error}") from None
-    except (TypeError, ValueError, OverflowError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise ModelError(f"{source}: a value has the wrong type: {error}") from None
+
+
+def _read_fields(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The fields of an `Architecture`, not yet checked."""
+    optional = lambda key, default: default if config.get(key) is None else config[key]
+    heads, hidden = _whole(config["num_attention_heads"]), _whole(config["hidden_size"])
+    fields = {
+        "family": family.name,
+        "vocab_size": config["vocab_size"],
+        "hidden_size": hidden,
+        "intermediate_size": config["intermediate_size"],
+        "num_layers": _whole(config["num_hidden_layers"]),
+        "num_heads": heads,
+        "num_kv_heads": optional("num_key_value_heads", heads),
+        "head_dim": optional("head_dim", family.head_dim or hidden // max(1, heads)),
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "max_positions": config.get("max_position_embeddings", 32_768),
+        "initializer_range": config.get("initializer_range", 0.02),
+        **family.switches,
+        **(family.read(config) if family.read is not None else {}),
+    }
+    _refuse_unsupported(config, fields)
+    if "rope_theta" not in fields:
+        rope = _rope_parameters(config)
+        fields["rope_scaling"] = _rope_scaling(rope)
+        fields["rope_theta"] = 10_000.0 if rope.get("rope_theta") is None else rope["rope_theta"]
+    return fields
+
+
+def _checked(name: str, value: Any) -> Any:
+    """A value of the type that the field has; TypeError for others."""
+    kind = {field.name: field.type for field in dataclasses.fields(Architecture)}[name]
+    if kind is float or (kind == float | None and value is not None):
+        return _real(value)
+    if kind is int or (kind == int | None and value is not None):
+        return _whole(value)
+    return _flag(value) if kind is bool else value
 
 
 def _whole(value: Any) -> int:
@@ -213,24 +268,23 @@ def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
     )
 
 
-def _refuse_unsupported(config: dict[str, Any], family: str, source: str) -> None:
+def _refuse_unsupported(config: dict[str, Any], fields: dict[str, Any]) -> None:
     refused = {
         "use_sliding_window": "sliding-window attention",
         "mlp_bias": "biases in the MLP",
         "quantization_config": "quantised weights",
+        "attention_bias": "a bias of all projections",
     }
     for key, what in refused.items():
         if config.get(key):
-            raise ModelError(f"{source}: {key} is set, but {what} is not supported")
+            raise ModelError(f"{key} is set, but {what} is not supported for {fields['family']}")
     kinds = config.get("layer_types") or []
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise ModelError(f"{source}: layer_types may only contain 'full_attention'")
-    if config.get("attention_bias"):
-        raise ModelError(f"{source}: attention_bias is set, but is not supported for {family}")
-    if config.get("hidden_act", "silu") != "silu":
-        raise ModelError(
-            f"{source}: hidden_act {config['hidden_act']!r} is not supported; only silu is"
-        )
+    if "local_layers" not in fields and (
+        not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
+    ):
+        raise ModelError("layer_types may only contain 'full_attention'")
+    if "activation" not in fields and config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"hidden_act {config['hidden_act']!r} is not supported; only silu is")
 
 
 def to_hf_config(arch: Architecture, dtype: str = "float32") -> dict[str, Any]:
@@ -239,7 +293,7 @@ def to_hf_config(arch: Architecture, dtype: str = "float32") -> dict[str, Any]:
     if arch.rope_scaling is not None:
         rope |= {"rope_type": "llama3", **dataclasses.asdict(arch.rope_scaling)}
     config: dict[str, Any] = {
-        "architectures": [FAMILIES[arch.family]],
+        "architectures": [FAMILIES[arch.family].hf_class],
         "model_type": arch.family,
         "vocab_size": arch.vocab_size,
         "hidden_size": arch.hidden_size,
@@ -260,7 +314,8 @@ def to_hf_config(arch: Architecture, dtype: str = "float32") -> dict[str, Any]:
     }
     if arch.rope_scaling is not None:
         config["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
-    return config
+    write = FAMILIES[arch.family].write
+    return config if write is None else config | write(arch)
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from manus_jax.models.architecture import ModelError
-from manus_jax.models.plain_attention import SAVED, plain_attention
+from manus_jax.models.architecture import Architecture, ModelError
+from manus_jax.models.plain_attention import LONG_ROW, SAVED, plain_attention
 
 Implementation = Literal["plain", "splash", "triton"]
 BATCH_AXES = ("data", "fsdp")
@@ -63,15 +63,34 @@ def check_platform(implementation: Implementation, mesh: Mesh) -> None:
 
 
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, kernel: AttentionKernel
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    kernel: AttentionKernel,
+    window: int | None = None,
 ) -> jax.Array:
     """Attention of `q` [rows, length, heads, dim] over `k`, `v` [rows, length, kv_heads, dim].
 
-    `segment_ids` is int32 [rows, length]. Returns [rows, length, heads, dim]. Padding positions
-    (segment 0) have finite but meaningless values. Residuals for remat policies are named `SAVED`.
+    `segment_ids` is int32 [rows, length]; `window` is the number of tokens that a token attends to,
+    itself included (None: all of its segment). Returns [rows, length, heads, dim]; the values at
+    padding (segment 0) are finite but meaningless. Residuals for remat policies are named `SAVED`.
     """
-    run = {"plain": _plain_attention, "splash": _splash_attention, "triton": _triton_attention}
-    return run[kernel.implementation](q, k, v, segment_ids, kernel)
+    if kernel.implementation == "plain":
+        return _plain_attention(q, k, v, segment_ids, kernel, window)
+    if kernel.implementation == "splash":
+        return _splash_attention(q, k, v, segment_ids, kernel, window)
+    assert window is None  # `check_window`
+    return _triton_attention(q, k, v, segment_ids, kernel)
+
+
+def check_window(arch: Architecture, implementation: Implementation) -> None:
+    """Raises ModelError if the model has sliding windows and the kernel does not."""
+    if arch.has_local_layers and implementation == "triton":
+        raise ModelError(
+            f"{arch.family} has sliding-window attention, which the GPU kernel does not compute; "
+            "set compute.attention = 'plain'"
+        )
 
 
 def _sharded(
@@ -105,27 +124,40 @@ def _gather_tokens(x: jax.Array) -> jax.Array:
 
 
 def _plain_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, kernel: AttentionKernel
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    kernel: AttentionKernel,
+    window: int | None,
 ) -> jax.Array:
-    if kernel.mesh is None or kernel.sequence_shards == 1:
-        return plain_attention(q, k, v, segment_ids, segment_ids)
+    mesh = kernel.mesh
+    # Long rows are processed in a loop over blocks, whose rows XLA's partitioner would gather.
+    partitioned = kernel.sequence_shards == 1 and q.shape[1] <= LONG_ROW
+    if mesh is None or mesh.size == 1 or partitioned:
+        return plain_attention(q, k, v, segment_ids, segment_ids, window=window)
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
         first = jax.lax.axis_index("sequence") * q.shape[1]
         k, v, all_segments = (_gather_tokens(x) for x in (k, v, segment_ids))
-        return plain_attention(q, k, v, segment_ids, all_segments, first)
+        return plain_attention(q, k, v, segment_ids, all_segments, first, window)
 
-    return _sharded(run, kernel.mesh, (q, k, v, segment_ids))
+    return _sharded(run, mesh, (q, k, v, segment_ids))
 
 
 def _splash_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, kernel: AttentionKernel
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    kernel: AttentionKernel,
+    window: int | None,
 ) -> jax.Array:
     from jax.experimental.pallas.ops.tpu import splash_attention as library
 
     mesh, shards = kernel.mesh, kernel.sequence_shards
     heads = q.shape[2] // (1 if mesh is None else mesh.shape["tensor"])
-    splash = _splash_kernel(q.shape[1], heads, shards, kernel.interpret)
+    splash = _splash_kernel(q.shape[1], heads, shards, window, kernel.interpret)
     to_heads = lambda x: x.transpose(0, 2, 1, 3)
 
     def run(
@@ -146,11 +178,13 @@ def _splash_attention(
     return _sharded(run, mesh, (q, k, v, segment_ids), constants=(splash,), constant_specs=(spec,))
 
 
-def _splash_kernel(length: int, heads: int, shards: int, interpret: bool) -> Any:
+def _splash_kernel(
+    length: int, heads: int, shards: int, window: int | None, interpret: bool
+) -> Any:
     """The splash kernel for rows of `length`, with queries in `shards` parts and `heads` heads.
 
     It is a pytree: with its `manual_sharding_spec`, `shard_map` passes each device the part of the
-    causal mask for its own queries.
+    mask for its own queries. Blocks outside of a window are skipped.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as library
 
@@ -170,9 +204,11 @@ def _splash_kernel(length: int, heads: int, shards: int, interpret: bool) -> Any
         block_q_dq=block_q,
         block_kv_dq=block_kv,
     )
-    mask = library.MultiHeadMask([library.CausalMask((length, length))] * heads)
+    mask: Any = library.CausalMask((length, length))
+    if window is not None:
+        mask = library.LocalMask((length, length), (window - 1, 0), offset=0)
     return library.make_splash_mha(
-        mask,
+        library.MultiHeadMask([mask] * heads),
         block_sizes=sizes,
         head_shards=1,
         q_seq_shards=shards,

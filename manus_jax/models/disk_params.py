@@ -12,13 +12,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from manus_jax.models.lora import MergedArray
+
+Index = tuple[int, ...]
+"""A part of a stack: (), all of it; (layer,); or (layer, expert)."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DiskArray:
-    """A parameter on disk. `read` returns one layer of a stack, or for None the whole parameter."""
+    """A parameter on disk. `read` returns a part of it."""
 
     shape: tuple[int, ...]
-    read: Callable[[int | None], np.ndarray]
+    read: Callable[[Index], np.ndarray]
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -29,43 +34,45 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def host_tensor(array: Any, layer: int | None, dtype: Any) -> np.ndarray:
-    """A parameter, or one layer of a stack, on this host in `dtype`.
+def host_tensor(array: Any, index: Index, dtype: Any) -> np.ndarray:
+    """A parameter, or a part of a stack, on this host in `dtype`.
 
-    `array` is a `DiskArray`, a NumPy array, or a JAX array whose shards are all on this process's
-    devices; a JAX array is cast shard by shard on its devices.
+    `array` is a `DiskArray`, a NumPy array, or a JAX array (or `MergedArray` of such) whose shards
+    are all on this process's devices; a JAX array is cast shard by shard on its devices.
     """
+    if isinstance(array, MergedArray):
+        array, index = array.layer(*index), ()
     if isinstance(array, DiskArray):
-        return array.read(layer).astype(dtype, copy=False)
+        return array.read(index).astype(dtype, copy=False)
     if isinstance(array, np.ndarray):
-        return (array if layer is None else array[layer]).astype(dtype, copy=False)
-    tensor = np.empty(array.shape if layer is None else array.shape[1:], dtype)
-    for where, piece in _pieces(array, layer):
+        return array[index].astype(dtype, copy=False)
+    tensor = np.empty(array.shape[len(index) :], dtype)
+    for where, piece in _pieces(array, index):
         tensor[where] = np.asarray(_cast(piece, dtype))
     return tensor
 
 
-def cast_on_host(array: Any, layer: int | None, dtype: Any) -> np.ndarray:
+def cast_on_host(array: Any, index: Index, dtype: Any) -> np.ndarray:
     """`host_tensor` as a new array, of which a CPU device needs no copy of its own."""
     if isinstance(array, DiskArray):
-        source = array.read(layer)  # cast below, so that it is in memory in two types at most
+        source = array.read(index)  # cast below, so that it is in memory in two types at most
     else:
-        source = host_tensor(array, layer, dtype)
+        source = host_tensor(array, index, dtype)
     tensor = aligned_empty(source.shape, dtype)
     tensor[...] = source
     return tensor
 
 
-def _pieces(array: jax.Array, layer: int | None) -> Iterator[tuple[Any, jax.Array]]:
+def _pieces(array: jax.Array, index: Index) -> Iterator[tuple[Any, jax.Array]]:
     for shard in array.addressable_shards:
-        if shard.replica_id != 0:
+        spans = [part.indices(size) for part, size in zip(shard.index, array.shape, strict=True)]
+        held = all(span[0] <= i < span[1] for i, span in zip(index, spans, strict=False))
+        if shard.replica_id != 0 or not held:
             continue
-        if layer is None:
-            yield shard.index, shard.data
-            continue
-        first, last, _ = shard.index[0].indices(array.shape[0])
-        if first <= layer < last:
-            yield shard.index[1:], _layer_of(shard.data, layer - first)
+        piece = shard.data
+        for i, span in zip(index, spans, strict=False):
+            piece = _part_of(piece, i - span[0])
+        yield shard.index[len(index) :], piece
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -74,5 +81,5 @@ def _cast(piece: jax.Array, dtype: Any) -> jax.Array:
 
 
 @jax.jit
-def _layer_of(stack: jax.Array, layer: int) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+def _part_of(stack: jax.Array, index: int) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)

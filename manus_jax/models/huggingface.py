@@ -40,7 +40,8 @@ from manus_jax.models.architecture import (
     read_json_object,
     to_hf_config,
 )
-from manus_jax.models.disk_params import DiskArray, aligned_empty, host_tensor
+from manus_jax.models.disk_params import DiskArray, Index, aligned_empty, host_tensor
+from manus_jax.models.families import FAMILIES
 from manus_jax.models.transformer import Params
 
 SINGLE_FILE = "model.safetensors"
@@ -49,14 +50,6 @@ _CARD_FILE = "weights.json"
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _FILE_ORDER = ("F32", "BF16", "F16")
 _TYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_LAYER_NAMES = {
-    "input_norm": "input_layernorm.weight",
-    "post_norm": "post_attention_layernorm.weight",
-    **{f"{n}_proj": f"self_attn.{n}_proj.weight" for n in "qkvo"},
-    **{f"{n}_bias": f"self_attn.{n}_proj.bias" for n in "qkv"},
-    **{f"{n}_norm": f"self_attn.{n}_norm.weight" for n in "qk"},
-    **{f"{n}_proj": f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")},
-}
 _HEAD = "lm_head.weight"
 
 
@@ -178,17 +171,22 @@ def new_card(arch: Architecture, side_files: Path | None, dtype: str = "float32"
     )
 
 
-def tensor_map(arch: Architecture) -> Iterator[tuple[str, tuple[str, ...], int | None, tuple]]:
-    """Yields (Hugging Face name, parameter path, layer or None if not stacked, shape)."""
-    d = arch.hidden_size
-    yield "model.embed_tokens.weight", ("backbone", "embed"), None, (arch.vocab_size, d)
+def tensor_map(arch: Architecture) -> Iterator[tuple[str, tuple[str, ...], Index, tuple]]:
+    """Yields (Hugging Face name, parameter path, part of the parameter, shape)."""
+    d, names = arch.hidden_size, FAMILIES[arch.family].layer_names
+    yield "model.embed_tokens.weight", ("backbone", "embed"), (), (arch.vocab_size, d)
     for name, shape in arch.layer_shapes.items():
+        path = ("backbone", "layers", name)
         for layer in range(arch.num_layers):
-            path = ("backbone", "layers", name)
-            yield f"model.layers.{layer}.{_LAYER_NAMES[name]}", path, layer, shape
-    yield "model.norm.weight", ("backbone", "norm"), None, (d,)
+            whole = f"model.layers.{layer}.{names[name]}"
+            if "{}" not in names[name]:
+                yield whole, path, (layer,), shape
+                continue
+            for expert in range(arch.num_experts):
+                yield whole.format(expert), path, (layer, expert), shape[1:]
+    yield "model.norm.weight", ("backbone", "norm"), (), (d,)
     if not arch.tie_embeddings:
-        yield _HEAD, ("lm_head",), None, (arch.vocab_size, d)
+        yield _HEAD, ("lm_head",), (), (arch.vocab_size, d)
 
 
 class _Reader:
@@ -243,6 +241,25 @@ class _Reader:
         return _finite(tensor, name)
 
 
+def check_format(path: Path) -> None:
+    """Raises ModelError, with a remedy, if the weights are in a format that is not read here."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    if any(file.suffix == ".safetensors" for file in files):
+        return
+    gguf = next((file for file in files if file.suffix == ".gguf"), None)
+    other = next((file for file in files if file.suffix in (".bin", ".pt", ".pth")), None)
+    if gguf is None and (other is None or not (path / "config.json").is_file()):
+        return
+    directory = path if path.is_dir() else path.parent
+    source = f"'{directory}'" + (f", gguf_file='{gguf.name}'" if gguf is not None else "")
+    raise ModelError(
+        f"{gguf or other} is not in the safetensors format: use the model's safetensors "
+        f'repository, or convert it where torch is installed: python -c "from transformers import '
+        f"AutoModelForCausalLM as M, AutoTokenizer as T; [x.from_pretrained({source})"
+        f".save_pretrained('{directory}-safetensors') for x in (M, T)]\""
+    )
+
+
 def read_card(directory: Path) -> ModelCard:
     """Reads a directory's card and checks the names, types and shapes of its tensors."""
     return _read_card(directory)[0]
@@ -250,6 +267,7 @@ def read_card(directory: Path) -> ModelCard:
 
 def _read_card(directory: Path) -> tuple[ModelCard, _Reader]:
     directory = Path(directory)
+    check_format(directory)
     config = read_hf_config(directory)
     arch = from_hf_config(config, str(directory / "config.json"))
     reader = _Reader(directory)
@@ -279,8 +297,10 @@ def _read_card(directory: Path) -> tuple[ModelCard, _Reader]:
     return ModelCard(config, directory, reader.types, reader.files), reader
 
 
-def load_params(directory: Path, shardings: Any = None) -> tuple[Params, ModelCard]:
-    """Loads float32 parameters; each device's slices are read separately.
+def load_params(
+    directory: Path, shardings: Any = None, dtype: str = "float32"
+) -> tuple[Params, ModelCard]:
+    """Loads parameters in `dtype`; each device's slices are read separately.
 
     `shardings` is a tree like the parameters; None places everything on the default device.
     """
@@ -290,7 +310,7 @@ def load_params(directory: Path, shardings: Any = None) -> tuple[Params, ModelCa
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         if shardings is not None:
             sharding = _get(shardings, path)
-        read = functools.partial(_read_slice, reader, names, shape)
+        read = functools.partial(_read_slice, reader, names, shape, dtype=dtype)
         array = jax.make_array_from_callback(shape, sharding, read)
         # Wait before reading the next: pending transfers would keep several host copies alive.
         _set(params, path, jax.block_until_ready(array))
@@ -302,7 +322,7 @@ def open_params(directory: Path) -> tuple[Params, ModelCard]:
     card, reader = _read_card(Path(directory))
     params: Params = {}
     for path, (names, shape) in _stacks(card.architecture).items():
-        _set(params, path, DiskArray(shape, functools.partial(_read_layer, reader, names, shape)))
+        _set(params, path, DiskArray(shape, functools.partial(_read_part, reader, names, shape)))
     return params, card
 
 
@@ -313,34 +333,42 @@ def check_finite(directory: Path) -> None:
         reader.read(name)
 
 
-def _stacks(arch: Architecture) -> dict[tuple[str, ...], tuple[list[str], tuple[int, ...]]]:
-    """The tensors that make each parameter, and its shape."""
-    stacks: dict[tuple[str, ...], tuple[list[str], tuple[int, ...]]] = {}
-    for name, path, layer, shape in tensor_map(arch):
-        names = [*stacks[path][0], name] if path in stacks else [name]
-        stacks[path] = names, shape if layer is None else (len(names), *shape)
+def _stacks(arch: Architecture) -> dict[tuple[str, ...], tuple[np.ndarray, tuple[int, ...]]]:
+    """For each parameter, the names of the tensors in it, by layer and expert, and its shape."""
+    members: dict[tuple[str, ...], list[tuple[str, Index, tuple]]] = {}
+    for name, path, index, shape in tensor_map(arch):
+        members.setdefault(path, []).append((name, index, shape))
+    stacks = {}
+    for path, found in members.items():
+        leading = tuple(i + 1 for i in found[-1][1])
+        names = np.array([name for name, *_ in found], dtype=object).reshape(leading)
+        stacks[path] = names, (*leading, *found[-1][2])
     return stacks
 
 
-def _read_layer(
-    reader: _Reader, names: list[str], shape: tuple[int, ...], layer: int | None
+def _read_part(
+    reader: _Reader, names: np.ndarray, shape: tuple[int, ...], index: Index
 ) -> np.ndarray:
-    if layer is None and shape != reader.shape(names[0]):
-        return _read_slice(reader, names, shape, (slice(None),) * len(shape))
-    return reader.read(names[layer or 0])
+    """A part of a parameter; a single tensor has the type of the file."""
+    if len(index) == names.ndim:
+        return reader.read(names[index])
+    inside = (slice(None),) * (len(shape) - len(index))
+    return _read_slice(reader, names[index], shape[len(index) :], inside)
 
 
 def _read_slice(
-    reader: _Reader, names: list[str], shape: tuple[int, ...], index: tuple[slice, ...]
+    reader: _Reader,
+    names: np.ndarray,
+    shape: tuple[int, ...],
+    index: tuple[slice, ...],
+    dtype: str = "float32",
 ) -> np.ndarray:
-    """A slice of a parameter, float32."""
+    """A slice of a parameter in `dtype`."""
     sizes = tuple(len(range(*i.indices(size))) for i, size in zip(index, shape, strict=True))
-    out = aligned_empty(sizes, np.float32)
-    if shape == reader.shape(names[0]):
-        out[...] = reader.read(names[0], index)
-        return out
-    for i, name in enumerate(names[index[0]]):
-        out[i] = reader.read(name, index[1:])
+    out = aligned_empty(sizes, jax.numpy.dtype(dtype))
+    chosen = np.asarray(names[index[: names.ndim]], dtype=object)
+    for where in np.ndindex(chosen.shape):
+        out[where] = reader.read(str(chosen[where]), index[names.ndim :])
     return out
 
 
@@ -356,9 +384,10 @@ def save_hf(params: Params, card: ModelCard, directory: Path) -> None:
     directory = Path(directory)
     check_new(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
+    if is_unfinished(directory, CHECKSUMS):
+        shutil.rmtree(directory, ignore_errors=True)
     begin_directory(directory)
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     card.copy_side_files(directory)
     _write_weights(params, card, directory)
     write_checksums(directory)
@@ -377,10 +406,10 @@ def check_new(directory: Path) -> None:
 
 def _write_weights(params: Params, card: ModelCard, directory: Path) -> None:
     """Writes every tensor to its place in its file, so that host memory holds one tensor."""
-    sources = {name: (path, layer) for name, path, layer, _ in tensor_map(card.architecture)}
+    sources = {name: (path, index) for name, path, index, _ in tensor_map(card.architecture)}
     shapes = {name: tuple(shape) for name, _, _, shape in tensor_map(card.architecture)}
     if card.architecture.tie_embeddings and _HEAD in card.tensor_files:
-        sources[_HEAD], shapes[_HEAD] = (("backbone", "embed"), None), next(iter(shapes.values()))
+        sources[_HEAD], shapes[_HEAD] = (("backbone", "embed"), ()), next(iter(shapes.values()))
     members: dict[str, list[str]] = {}
     for name in sources:
         members.setdefault(card.tensor_files[name], []).append(name)
@@ -392,16 +421,16 @@ def _write_weights(params: Params, card: ModelCard, directory: Path) -> None:
             header, offsets = _header(names, card.tensor_types, shapes)
             files[file].write(header)
             places |= {name: len(header) + offset for name, offset in offsets.items()}
-        for name, (path, layer) in sources.items():
+        for name, (path, index) in sources.items():
             dtype = _DTYPES[card.tensor_types[name]]
-            tensor = _finite(host_tensor(_get(params, path), layer, dtype), name)
+            tensor = _finite(host_tensor(_get(params, path), index, dtype), name)
             target = files[card.tensor_files[name]]
             target.seek(places[name])
             target.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
             total += tensor.nbytes
     if list(members) != [SINGLE_FILE]:
-        index = {"metadata": {"total_size": total}, "weight_map": card.tensor_files}
-        _write_json(directory / INDEX_FILE, index)
+        listed = {"metadata": {"total_size": total}, "weight_map": card.tensor_files}
+        _write_json(directory / INDEX_FILE, listed)
 
 
 def _header(

@@ -16,23 +16,30 @@ import jax
 from transformers import PreTrainedTokenizerBase
 
 from manus_jax.config.settings import ScratchSettings
-from manus_jax.data.chat import train_tokenizer
-from manus_jax.models import huggingface, orbax_params
+from manus_jax.data.chat import ChatStream, ChatTemplateError, Message, train_tokenizer
+from manus_jax.models import adapter_files, huggingface, orbax_params
+from manus_jax.models.adapter_files import Adaptation
 from manus_jax.models.architecture import Architecture, ModelError
+from manus_jax.models.families import FAMILIES
 from manus_jax.models.huggingface import ModelCard
+from manus_jax.models.lora import merged_params, split
 from manus_jax.models.transformer import Compute, Params, Transformer, abstract_model, init_params
+
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+_PROBE = "Go to the red ball 12."
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicySource:
     """A model card, its tokenizer, and two ways to its parameters.
 
-    `load(shardings)` returns float32 arrays; `open()` returns `DiskArray`s if they are on disk.
+    `load(shardings, dtype)` returns arrays, float32 by default; `open()` returns `DiskArray`s if
+    they are on disk.
     """
 
     card: ModelCard
     tokenizer: PreTrainedTokenizerBase
-    load: Callable[[Any], Params]
+    load: Callable[..., Params]
     open: Callable[[], Params]
 
     def keep_card(self, directory: Path) -> "PolicySource":
@@ -43,13 +50,16 @@ class PolicySource:
         return dataclasses.replace(self, card=ModelCard.load(directory))
 
 
-def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Opens the tokenizer of a Hugging Face directory.
+def open_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
+    """Opens the tokenizer of a Hugging Face directory, for a model with `vocab_size` tokens.
 
     `tokenizer.json` is read as it is if the config names the generic class. AutoTokenizer would
     replace its pre-tokenizer in a directory of a Qwen2 model, and imports torch where it is
     installed, which takes seconds.
     """
+    if not any((directory / name).exists() for name in _VOCABULARIES):
+        # transformers would make one without words
+        raise ModelError(f"{directory} contains no tokenizer, such as {_VOCABULARIES[0]}")
     try:
         config = directory / "tokenizer_config.json"
         named = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else None
@@ -57,12 +67,34 @@ def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             from transformers import PreTrainedTokenizerFast as Tokenizer
         else:
             from transformers import AutoTokenizer as Tokenizer
-        return Tokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = Tokenizer.from_pretrained(directory, local_files_only=True)
+        same = tokenizer.decode(tokenizer(_PROBE, add_special_tokens=False)["input_ids"])
     except Exception as error:  # malformed files raise all kinds of errors in transformers
         raise ModelError(
-            f"{directory} contains no tokenizer that transformers can read: "
-            + " ".join(str(error).split())[:200]
+            f"{directory}: the tokenizer's files are damaged, or transformers does not support "
+            f"them: {' '.join(str(error).split())[:200]}"
         ) from None
+    if same.strip() != _PROBE:
+        raise ModelError(f"{directory}: the tokenizer turns {_PROBE!r} into {same[:100]!r}")
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= vocab_size:
+        raise ModelError(
+            f"{directory}: the tokenizer has token {largest}, but the model only has {vocab_size} "
+            "tokens"
+        )
+    return tokenizer
+
+
+def _check_chat(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Raises ModelError if the chat template cannot render an episode."""
+    try:
+        stream = ChatStream(tokenizer)
+        message = [Message("user", _PROBE)]
+        prompts = [stream.start(message), stream.extend([stream.stop_id], message)]
+    except ChatTemplateError as error:
+        raise ModelError(f"{directory}: {error}") from None
+    if any(_PROBE not in tokenizer.decode(prompt) for prompt in prompts):
+        raise ModelError(f"{directory}: the chat template omits the text of a user's message")
 
 
 def require_path(path: Path) -> None:
@@ -76,10 +108,18 @@ def require_path(path: Path) -> None:
         )
 
 
-def from_path(path: Path) -> PolicySource:
-    """Opens a Hugging Face directory, a run directory (its newest step) or a checkpoint."""
+def from_path(path: Path, adapters: tuple[Path, ...] = ()) -> PolicySource:
+    """Opens a Hugging Face directory, a PEFT adapter, a run directory or a checkpoint of one.
+
+    Adapters are merged with their base, which is where they say. `adapters` are those that have
+    this model as their base.
+    """
     path = Path(path).expanduser()
     require_path(path)
+    if (resolved := path.resolve()) in adapters:
+        raise ModelError(f"the adapter {path} has itself as its base model")
+    above = (*adapters, resolved)
+    huggingface.check_format(path)
     if (path / "config.json").is_file():
         if jax.process_index() == 0:
             huggingface.verify_model(path)
@@ -87,15 +127,26 @@ def from_path(path: Path) -> PolicySource:
         return _with_tokenizer(
             card,
             path,
-            lambda shardings: huggingface.load_params(path, shardings)[0],
+            lambda shardings, dtype="float32": huggingface.load_params(path, shardings, dtype)[0],
             lambda: huggingface.open_params(path)[0],
         )
+    if (path / adapter_files.CONFIG).is_file():
+        adaptation = adapter_files.read_adaptation(path)
+        base = from_path(adapter_files.base_path(adaptation, Path(), path), above)
+        arch = base.card.architecture
+        weights = adapter_files.read_adapter(path, adaptation.lora, arch)
+        return _with_adapters(base, adaptation, lambda: weights, path)
     step_dir, card_dir = orbax_params.find_checkpoint(path)
     card = ModelCard.load(card_dir)
+    if adapter_files.has_adapters(step_dir):
+        orbax_params.verify_step(step_dir)  # before it names another model
+    if saved := adapter_files.checkpoint_adaptation(step_dir):
+        base = from_path(adapter_files.base_path(saved, step_dir.parents[1], step_dir), above)
+        return _with_adapters(base, saved, lambda: _adapters(step_dir, card), step_dir)
     return _with_tokenizer(
         card,
         card_dir,
-        lambda shardings: load_step(step_dir, card, shardings),
+        lambda shardings, dtype="float32": load_step(step_dir, card, shardings, dtype),
         lambda: open_step(step_dir, card),
     )
 
@@ -103,37 +154,61 @@ def from_path(path: Path) -> PolicySource:
 def _with_tokenizer(
     card: ModelCard,
     directory: Path,
-    load: Callable[[Any], Params],
+    load: Callable[..., Params],
     open_params: Callable[[], Params],
 ) -> PolicySource:
-    tokenizer, size = open_tokenizer(directory), card.architecture.vocab_size
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest >= size:
-        raise ModelError(
-            f"{directory}: the tokenizer has token {largest}, but the model only has {size} tokens"
-        )
+    tokenizer = open_tokenizer(directory, card.architecture.vocab_size)
+    _check_chat(tokenizer, directory)
     return PolicySource(card, tokenizer, load, open_params)
 
 
+def _with_adapters(
+    base: PolicySource, adaptation: Adaptation, read: Callable[[], Params], path: Path
+) -> PolicySource:
+    """`base` with the adapters that `read` returns, NumPy arrays; those at `path`."""
+
+    def load(shardings: Any, dtype: str = "float32") -> Params:
+        params = base.load(shardings, dtype)
+        adaptation.check_base(params, f"the adapter {path}")
+        return merged_params(params, read(), adaptation.lora)
+
+    def open_merged() -> Params:
+        params = base.open()
+        adaptation.check_base(params, f"the adapter {path}")
+        return adapter_files.merged_on_disk(params, read(), adaptation.lora)
+
+    return dataclasses.replace(base, load=load, open=open_merged)
+
+
+def _adapters(step_dir: Path, card: ModelCard) -> Params:
+    """The adapters of a checkpoint as NumPy arrays."""
+    adaptation = adapter_files.checkpoint_adaptation(step_dir)
+    assert adaptation is not None
+    _, shapes = abstract_model(Transformer, card.architecture, Compute(), adaptation.lora)
+    stored = orbax_params.open_params(step_dir, split(shapes)[0])
+    return jax.tree.map(lambda x: x.read(()), stored)
+
+
 def open_step(step_dir: Path, card: ModelCard) -> Params:
-    """A checkpoint's parameters as `DiskArray`s."""
+    """A checkpoint's parameters as `DiskArray`s; adapters are merged with their base."""
+    if adapter_files.has_adapters(step_dir):
+        return from_path(step_dir).open()
     return orbax_params.open_params(
         step_dir, abstract_model(Transformer, card.architecture, Compute())[1]
     )
 
 
-def load_step(step_dir: Path, card: ModelCard, shardings: Any) -> Params:
+def load_step(step_dir: Path, card: ModelCard, shardings: Any, dtype: str = "float32") -> Params:
     """Loads a checkpoint's parameters with the given shardings."""
     _, shapes = abstract_model(Transformer, card.architecture, Compute())
     target = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s), shapes, shardings
     )
     return orbax_params.load_params(step_dir, target)
 
 
 def scratch_architecture(settings: ScratchSettings) -> Architecture:
-    family = settings.family
-    return Architecture(**vars(settings), qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
+    return Architecture(**vars(settings), **FAMILIES[settings.family].switches)
 
 
 def from_scratch(
@@ -142,7 +217,7 @@ def from_scratch(
     """A randomly initialised model and a tokenizer trained on `texts`, saved in `directory`."""
     if (directory / "tokenizer.json").is_file():
         huggingface.verify_model(directory)
-        tokenizer = open_tokenizer(directory)
+        tokenizer = open_tokenizer(directory, settings.vocab_size)
     else:
         work = directory.with_name(f".{directory.name}.tmp-{os.getpid()}")
         tokenizer = train_tokenizer(texts, settings.vocab_size, work)

@@ -7,6 +7,7 @@ model card; `training/checkpoints.py` writes the complete state.
 
 import contextlib
 import functools
+import logging
 import math
 import shutil
 from collections.abc import Iterator, Sequence
@@ -30,12 +31,16 @@ from manus_jax.files import (
     verify_checksums,
     write_checksums,
 )
-from manus_jax.models.disk_params import DiskArray
+from manus_jax.models.disk_params import DiskArray, Index
 
 # Orbax's default writes to another directory and renames it, which mounted buckets cannot do.
 ATOMICITY = ocp.options.AtomicityOptions(
     ocp.options.AtomicityMode.COMMIT_FILE, allow_legacy_atomic_rename=True
 )
+# Orbax logs the traceback of every background thread that fails, and then raises the error. asyncio
+# logs the errors of the other tasks of such a save when they are collected as garbage.
+logging.getLogger("absl").addFilter(lambda r: not (r.exc_info and "orbax" in r.pathname))
+logging.getLogger("asyncio").addFilter(lambda r: not (r.exc_info and "orbax" in r.getMessage()))
 
 
 class CheckpointError(UserError, ValueError):
@@ -112,8 +117,8 @@ def open_params(step_dir: Path, abstract_params: Any) -> Any:
             limit = {"cache_pool": {"total_bytes_limit": max(sizes)}}
             stores = open_all(tensorstore.Context(limit))
 
-    def read(store: tensorstore.TensorStore, layer: int | None) -> np.ndarray:
-        return (store if layer is None else store[layer]).read().result()
+    def read(store: tensorstore.TensorStore, index: Index) -> np.ndarray:
+        return store[index].read().result()
 
     return jax.tree.map(
         lambda store: DiskArray(store.shape, functools.partial(read, store)), stores
@@ -136,14 +141,19 @@ def _by_layer(store: tensorstore.TensorStore) -> bool:
     return store.rank < 3 or (chunk is not None and chunk[0] == 1)
 
 
-@contextlib.contextmanager
-def _verified(step_dir: Path, abstract_params: Any) -> Iterator[None]:
-    """Raises CheckpointError if the step is damaged or its parameters have other shapes."""
+def verify_step(step_dir: Path) -> None:
+    """Raises CheckpointError on process 0 if a step is damaged."""
     if jax.process_index() == 0:
         try:
             verify_checksums(step_dir)
         except DamagedError as error:
             raise CheckpointError(f"checkpoint {step_dir} is damaged: {error}") from None
+
+
+@contextlib.contextmanager
+def _verified(step_dir: Path, abstract_params: Any) -> Iterator[None]:
+    """Raises CheckpointError if the step is damaged or its parameters have other shapes."""
+    verify_step(step_dir)
     try:
         check_shapes(step_dir / "params", abstract_params)
         yield
@@ -174,8 +184,10 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def save_args(params: Any) -> Any:
-    """How Orbax stores parameters: every layer of a stack is a chunk, so it can be read alone."""
-    return jax.tree.map(lambda x: ocp.SaveArgs(shard_axes=(0,) if len(x.shape) > 2 else ()), params)
+    """How Orbax stores parameters: every matrix of a stack is a chunk, so it can be read alone."""
+    return jax.tree.map(
+        lambda x: ocp.SaveArgs(shard_axes=tuple(range(max(0, len(x.shape) - 2)))), params
+    )
 
 
 class _DiskArrayHandler(ocp.type_handlers.ArrayHandler):
@@ -191,7 +203,7 @@ class _DiskArrayHandler(ocp.type_handlers.ArrayHandler):
         for value, info, arg in zip(values, infos, args, strict=True):
             array = value
             if isinstance(value, DiskArray):
-                array = jax.device_put(value.read(None)).astype(jnp.float32)
+                array = jax.device_put(value.read(())).astype(jnp.float32)
             for written in await super().serialize([array], [info], [arg]):
                 written.result()
             del array  # before the next one is read

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-MASK_VALUE = -1e30  # the score of masked keys
-SAVED = "attention"  # the checkpoint name of the residuals, for remat policies
+from manus_jax.models.block_attention import MASK_VALUE, SAVED, block_attention, block_size
+
+LONG_ROW = 512  # tokens; skipping blocks pays off in longer rows
 _QUERY_BLOCK = 128
 
 
@@ -25,17 +26,23 @@ def plain_attention(
     q_segments: jax.Array,
     kv_segments: jax.Array,
     first: jax.Array | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """Attention of `q` [rows, queries, heads, dim] over `k`, `v` [rows, keys, kv_heads, dim].
 
-    The first query is at position `first` of the keys. If it is None, queries and keys start at
-    the same position, and a block only reads the keys up to its own end.
+    The first query is at position `first` of the keys, a multiple of the number of queries. If it
+    is None, queries and keys start at the same position, and a block only reads the keys up to its
+    own end. Rows longer than LONG_ROW skip all other blocks that no query needs. With a `window`, a
+    query attends to that many keys at most, its own position included, and no block is skipped.
     """
     start = jnp.zeros((), jnp.int32) if first is None else first
-    return _attend(q, k, v, q_segments, kv_segments, start, first is None)
+    block = block_size(q.shape[1])
+    if k.shape[1] > LONG_ROW and block is not None and window is None:
+        return block_attention(q, k, v, q_segments, kv_segments, start, block)
+    return _attend(q, k, v, q_segments, kv_segments, start, first is None, window)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _attend(
     q: jax.Array,
     k: jax.Array,
@@ -44,8 +51,9 @@ def _attend(
     kv_segments: jax.Array,
     first: jax.Array,
     aligned: bool,
+    window: int | None,
 ) -> jax.Array:
-    return _forward(q, k, v, q_segments, kv_segments, first, aligned)[0]
+    return _forward(q, k, v, q_segments, kv_segments, first, aligned, window)[0]
 
 
 def _blocks(queries: int, keys: int, aligned: bool) -> list[tuple[slice, int]]:
@@ -74,22 +82,25 @@ def _block_by_token(x: jax.Array, block: int) -> jax.Array:
     return x.transpose(0, 4, 1, 3, 2).reshape(rows, block, -1, dim)
 
 
-def _scores(q, k, q_segments, kv_segments, first, part):  # type: ignore[no-untyped-def]
+def _scores(q, k, q_segments, kv_segments, first, part, window):  # type: ignore[no-untyped-def]
     """Masked scores, float32 [rows, kv_heads, keys, group x block], of scaled queries."""
     scores = jnp.einsum("bhkd,bhqd->bhkq", k, q, preferred_element_type=jnp.float32)
     seen = k.shape[2]
-    causal = jnp.arange(seen)[:, None] <= first + jnp.arange(part.start, part.stop)[None, :]
+    places = first + jnp.arange(part.start, part.stop)[None, :]
+    causal = jnp.arange(seen)[:, None] <= places
+    if window is not None:
+        causal &= jnp.arange(seen)[:, None] > places - window
     mask = causal & (kv_segments[:, :seen, None] == q_segments[:, None, part])
     mask = jnp.tile(mask, (1, 1, q.shape[2] // mask.shape[2]))
     return jnp.where(mask[:, None], scores, MASK_VALUE)
 
 
-def _forward(q, k, v, q_segments, kv_segments, first, aligned):  # type: ignore[no-untyped-def]
+def _forward(q, k, v, q_segments, kv_segments, first, aligned, window):  # type: ignore[no-untyped-def]
     keys, values = _by_head(k), _by_head(v)
     outs, lses = [], []
     for part, seen in _blocks(q.shape[1], k.shape[1], aligned):
         queries = _block_by_head(q, part, k.shape[2]) * q.shape[-1] ** -0.5
-        scores = _scores(queries, keys[:, :, :seen], q_segments, kv_segments, first, part)
+        scores = _scores(queries, keys[:, :, :seen], q_segments, kv_segments, first, part, window)
         largest = scores.max(axis=2, keepdims=True)
         weights = jnp.exp(scores - largest)
         total = weights.sum(axis=2, keepdims=True)
@@ -101,7 +112,7 @@ def _forward(q, k, v, q_segments, kv_segments, first, aligned):  # type: ignore[
     return out, (q, k, v, q_segments, kv_segments, first, out, lse)
 
 
-def _backward(aligned, residuals, d_out):  # type: ignore[no-untyped-def]
+def _backward(aligned, window, residuals, d_out):  # type: ignore[no-untyped-def]
     q, k, v, q_segments, kv_segments, first, out, lses = residuals
     keys, values, scale = _by_head(k), _by_head(v), q.shape[-1] ** -0.5
     # The term of the softmax gradient that all keys of a query share (sum of d_out * out).
@@ -110,7 +121,7 @@ def _backward(aligned, residuals, d_out):  # type: ignore[no-untyped-def]
     for (part, seen), lse in zip(_blocks(q.shape[1], k.shape[1], aligned), lses, strict=True):
         block = functools.partial(_block_by_head, part=part, kv_heads=k.shape[2])
         queries, d_block = block(q) * scale, block(d_out)
-        scores = _scores(queries, keys[:, :, :seen], q_segments, kv_segments, first, part)
+        scores = _scores(queries, keys[:, :, :seen], q_segments, kv_segments, first, part, window)
         weights = jnp.exp(scores - lse)
         d_weights = jnp.einsum(
             "bhkd,bhqd->bhkq", values[:, :, :seen], d_block, preferred_element_type=jnp.float32

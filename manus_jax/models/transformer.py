@@ -3,13 +3,13 @@
 Matrices keep Hugging Face's layout [out, in] with a leading layer axis, so converting a checkpoint
 only slices. The NNX modules hold parameters; they are split once, during set-up, into a graph
 definition and a nested dict of arrays, and only the dict is passed to `jit`. Not included: dropout,
-KV caches (the engine has its own) and mixture of experts.
+KV caches (the engine has its own).
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,16 @@ from manus_jax.models.attention import (
     attention,
     pick_implementation,
 )
+from manus_jax.models.experts import (
+    ACTIVATIONS,
+    Mixture,
+    load_imbalance,
+    mixture_of_experts,
+    sharded_mixture,
+)
+from manus_jax.models.layer_gradients import WithSum, scan_with_sums
+from manus_jax.models.lora import Lora, adapted_layer, adapted_products, initial_adapter, split
+from manus_jax.models.rope import rope_angles, rotate
 from manus_jax.models.vocabulary import HIDDEN_AXES, embed_tokens
 
 Params = dict[str, Any]
@@ -64,7 +74,8 @@ def make_compute(dtype: str, remat: str, attention: str, mesh: Mesh) -> Compute:
 
 
 # What is saved per layer for the backward pass. "full" saves only the layer's input and recomputes
-# the layer; "offload" does the same, with the inputs in host memory; "attention" also saves the
+# the layer; "offload" does the same, with the inputs in host memory; "in_place" does the same, and
+# adds gradients to their sum layer by layer (`layer_gradients`); "attention" also saves the
 # inputs and the output of attention; "minimal" saves the result of every matrix product; "none"
 # saves everything.
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
@@ -75,6 +86,7 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
         offload_src="device",
         offload_dst="pinned_host",
     ),
+    "in_place": jax.checkpoint_policies.nothing_saveable,
     "attention": jax.checkpoint_policies.save_only_these_names("q", "k", "v", "attention"),
     "minimal": jax.checkpoint_policies.save_only_these_names(
         "q", "k", "v", "attention", "attention_out", "gate", "up", "mlp_out"
@@ -86,16 +98,24 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 class Layers(nnx.Module):
     """The parameters of all layers, each stacked on a leading layer axis."""
 
-    def __init__(self, arch: Architecture, rngs: nnx.Rngs):
+    def __init__(self, arch: Architecture, rngs: nnx.Rngs, lora: Lora | None = None):
         for name, shape in arch.layer_shapes.items():
             stacked = (arch.num_layers, *shape)
             if name.endswith("norm"):
-                value = jnp.ones(stacked)
+                value = _unit_norm(arch, stacked)
             elif name.endswith("bias"):
                 value = jnp.zeros(stacked)
             else:
                 value = arch.initializer_range * jax.random.normal(rngs.params(), stacked)
             setattr(self, name, nnx.Param(value))
+        for name, shape in lora.layer_shapes(arch).items() if lora else ():
+            stacked = (arch.num_layers, *shape)
+            setattr(self, name, nnx.Param(initial_adapter(name, rngs.params(), stacked)))
+
+
+def _unit_norm(arch: Architecture, shape: tuple[int, ...]) -> jax.Array:
+    """Weights of norms that multiply by one."""
+    return jnp.zeros(shape) if arch.norm_plus_one else jnp.ones(shape)
 
 
 def _matrix(arch: Architecture, rngs: nnx.Rngs) -> nnx.Param[jax.Array]:
@@ -107,38 +127,72 @@ def _matrix(arch: Architecture, rngs: nnx.Rngs) -> nnx.Param[jax.Array]:
 class Backbone(nnx.Module):
     """Embedding, layers and final norm: tokens to hidden states."""
 
-    def __init__(self, arch: Architecture, compute: Compute, rngs: nnx.Rngs):
+    def __init__(
+        self, arch: Architecture, compute: Compute, rngs: nnx.Rngs, lora: Lora | None = None
+    ):
         self.arch = arch
         self.compute = compute
+        self.lora = lora
         self.embed = _matrix(arch, rngs)
-        self.layers = Layers(arch, rngs)
-        self.norm = nnx.Param(jnp.ones((arch.hidden_size,)))
+        self.layers = Layers(arch, rngs, lora)
+        self.norm = nnx.Param(_unit_norm(arch, (arch.hidden_size,)))
 
     def __call__(
-        self, input_ids: jax.Array, segment_ids: jax.Array, positions: jax.Array
+        self,
+        input_ids: jax.Array,
+        segment_ids: jax.Array,
+        positions: jax.Array,
+        routed_experts: jax.Array | None = None,
     ) -> jax.Array:
-        """Hidden states [rows, length, hidden] of int32 [rows, length] packed rows."""
+        """Hidden states [rows, length, hidden] of int32 [rows, length] packed rows.
+
+        With experts, `imbalance` is set to the mean of `load_imbalance` over the layers, and
+        `routed_experts` [rows, length, layers, experts_per_token] are replayed (`experts.route`).
+        """
+        arch, kernel = self.arch, self.compute.kernel
         dtype = jnp.dtype(self.compute.dtype)
-        rope = rope_angles(positions, self.arch)
-        kernel = self.compute.kernel
+        rope = rope_angles(positions, arch)
+        local_rope = rope_angles(positions, arch, local=True) if arch.has_local_layers else rope
         products = fused if self.compute.fuses_products else separate
+        products = adapted_products(products, self.lora)
+        all_experts = sharded_mixture(arch, kernel.mesh)
+        attend = functools.partial(attention, segment_ids=segment_ids, kernel=kernel)
+        attend_locally = functools.partial(attend, window=arch.sliding_window)
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return attention(q, k, v, segment_ids, kernel)
-
-        def layer(x: jax.Array, params: Params) -> tuple[jax.Array, None]:
+        def layer(
+            x: jax.Array, scanned: tuple[Params, jax.Array | None, jax.Array | None]
+        ) -> tuple[jax.Array, list[jax.Array]]:
             x = checkpoint_name(self._constrain(x), "layer_input")
-            params = gather_matrices(params, kernel.mesh)
-            x = block(params, x, rope, attend, self.arch, products)
-            return x, None
+            stored, is_local, replayed = scanned
+            params = adapted_layer(gather_matrices(stored, kernel.mesh), self.lora)
+            imbalance: list[jax.Array] = []
 
-        policy = REMAT_POLICIES[self.compute.remat]
-        if policy is not None:
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        x = embed_tokens(self.embed[...], input_ids, dtype, kernel.mesh)
-        stacked = jax.tree.map(lambda p: p.astype(dtype), nnx.to_pure_dict(nnx.state(self.layers)))
-        x, _ = jax.lax.scan(layer, self._constrain(x), stacked)
-        return rms_norm(x, self.norm[...], self.arch.norm_eps)
+            def mixture(params: Mapping[str, Any], h: jax.Array) -> jax.Array:
+                imbalance.append(load_imbalance(arch, params["router"], h, segment_ids > 0))
+                return all_experts(params, h, replayed)
+
+            angles, attended = rope, attend
+            if is_local is not None:
+                angles = jax.tree.map(functools.partial(jnp.where, is_local), local_rope, rope)
+                attended = functools.partial(jax.lax.cond, is_local, attend_locally, attend)
+            x = block(params, x, angles, attended, arch, products, mixture=mixture)
+            return x, imbalance
+
+        x = scaled(embed_tokens(self.embed[...], input_ids, dtype, kernel.mesh), arch)
+        x, stored = self._constrain(x), nnx.to_pure_dict(nnx.state(self.layers))
+        kinds = jnp.array(arch.local_layers) if arch.has_local_layers else None
+        replayed = None if routed_experts is None else jnp.moveaxis(routed_experts, 2, 0)
+        if isinstance(next(iter(stored.values())), WithSum):
+            x, imbalance = scan_with_sums(layer, x, stored, (kinds, replayed), dtype)
+        else:
+            policy = REMAT_POLICIES[self.compute.remat]
+            if policy is not None:
+                layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+            stacked = jax.tree.map(lambda p: p.astype(dtype), stored)
+            x, imbalance = jax.lax.scan(layer, x, (stacked, kinds, replayed))
+        if imbalance:
+            self.imbalance = nnx.Intermediate(imbalance[0].mean())
+        return rms_norm(x, self.norm[...], arch)
 
     def _constrain(self, x: jax.Array) -> jax.Array:
         mesh = self.compute.kernel.mesh
@@ -151,8 +205,10 @@ class Backbone(nnx.Module):
 class Transformer(nnx.Module):
     """A language model: the backbone and an LM head, which may be tied to the embedding."""
 
-    def __init__(self, arch: Architecture, compute: Compute, rngs: nnx.Rngs):
-        self.backbone = Backbone(arch, compute, rngs)
+    def __init__(
+        self, arch: Architecture, compute: Compute, rngs: nnx.Rngs, lora: Lora | None = None
+    ):
+        self.backbone = Backbone(arch, compute, rngs, lora)
         self.lm_head = None if arch.tie_embeddings else _matrix(arch, rngs)
 
     def head(self) -> jax.Array:
@@ -172,8 +228,10 @@ class Transformer(nnx.Module):
 class Critic(nnx.Module):
     """The backbone with a scalar head; `values[t]` is the value of the state before token t."""
 
-    def __init__(self, arch: Architecture, compute: Compute, rngs: nnx.Rngs):
-        self.backbone = Backbone(arch, compute, rngs)
+    def __init__(
+        self, arch: Architecture, compute: Compute, rngs: nnx.Rngs, lora: Lora | None = None
+    ):
+        self.backbone = Backbone(arch, compute, rngs, lora)
         self.value_head = nnx.Param(jnp.zeros((arch.hidden_size,)))
 
     def __call__(
@@ -196,11 +254,21 @@ def gather_matrices(params: Params, mesh: Mesh | None) -> Params:
         return params
 
     def gather(name: str, x: jax.Array) -> jax.Array:
-        if not name.endswith("_proj"):
+        if name.startswith("expert_"):
+            hidden = (HIDDEN_AXES, None) if name == "expert_down" else (None, HIDDEN_AXES)
+            stored, used = PartitionSpec("tensor", *hidden), PartitionSpec("tensor")
+            return _gather(x, NamedSharding(mesh, stored), NamedSharding(mesh, used))
+        inwards = name.startswith(("o_proj", "down_proj"))
+        if name.endswith("_proj"):
+            stored, used = PartitionSpec("tensor", HIDDEN_AXES), PartitionSpec("tensor", None)
+            if inwards:
+                stored, used = PartitionSpec(HIDDEN_AXES, "tensor"), PartitionSpec(None, "tensor")
+        elif name.endswith("_proj_lora_b" if inwards else "_proj_lora_a"):
+            stored, used = PartitionSpec(None, HIDDEN_AXES), PartitionSpec(None, None)
+            if inwards:
+                stored = PartitionSpec(HIDDEN_AXES, None)
+        else:
             return x
-        stored, used = PartitionSpec("tensor", HIDDEN_AXES), PartitionSpec("tensor", None)
-        if name in ("o_proj", "down_proj"):
-            stored, used = PartitionSpec(HIDDEN_AXES, "tensor"), PartitionSpec(None, "tensor")
         return _gather(x, NamedSharding(mesh, stored), NamedSharding(mesh, used))
 
     return {name: gather(name, x) for name, x in params.items()}
@@ -292,66 +360,57 @@ def block(
     arch: Architecture,
     products: Products = separate,
     total: Callable[[jax.Array], jax.Array] = lambda x: x,
+    mixture: Mixture | None = None,
 ) -> jax.Array:
     """One decoder layer on `x` [rows, length, hidden]; `attend` receives rotated q, k and v.
 
     `products` multiplies one input with several weights: `separate`, or a faster equivalent.
-    `total` adds the outputs of devices that each have a part of the heads and MLP columns.
+    `total` adds the outputs of devices that each have a part of the heads and MLP columns, or of
+    the experts, whose output `mixture` computes.
     """
-    h = rms_norm(x, params["input_norm"], arch.norm_eps)
+    h = rms_norm(x, params["input_norm"], arch)
     projected = products(h, params["q_proj"], params["k_proj"], params["v_proj"])
     if arch.qkv_bias:
         projected = [y + params[f"{n}_bias"] for n, y in zip("qkv", projected, strict=True)]
     heads = (y.reshape(*y.shape[:-1], -1, arch.head_dim) for y in projected)
     q, k, v = (checkpoint_name(y, n) for n, y in zip("qkv", heads, strict=True))
     if arch.qk_norm:
-        q = rms_norm(q, params["q_norm"], arch.norm_eps)
-        k = rms_norm(k, params["k_norm"], arch.norm_eps)
-    attended = attend(rotate(q, rope), rotate(k, rope), v)
+        q = rms_norm(q, params["q_norm"], arch)
+        k = rms_norm(k, params["k_norm"], arch)
+    attended = attend(rotate(q, rope, _extra_scale(arch)), rotate(k, rope), v)
     (out,) = products(attended.reshape(*x.shape[:-1], -1), params["o_proj"])
-    x = x + checkpoint_name(total(out), "attention_out")
-    h = rms_norm(x, params["post_norm"], arch.norm_eps)
-    gate, up = products(h, params["gate_proj"], params["up_proj"])
-    gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-    (out,) = products(jax.nn.silu(gate) * up, params["down_proj"])
-    return x + checkpoint_name(total(out), "mlp_out")
+    out = checkpoint_name(total(out), "attention_out")
+    x = x + (rms_norm(out, params["attention_out_norm"], arch) if arch.output_norms else out)
+    h = rms_norm(x, params["post_norm"], arch)
+    if arch.num_experts:
+        out = (mixture or functools.partial(mixture_of_experts, arch))(params, h)
+    else:
+        gate, up = products(h, params["gate_proj"], params["up_proj"])
+        gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
+        (out,) = products(ACTIVATIONS[arch.activation](gate) * up, params["down_proj"])
+    out = checkpoint_name(total(out), "mlp_out")
+    return x + (rms_norm(out, params["mlp_out_norm"], arch) if arch.output_norms else out)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def _extra_scale(arch: Architecture) -> float:
+    """The scale of queries, of which attention applies `head_dim ** -0.5`."""
+    return 1.0 if arch.query_scale is None else arch.query_scale * arch.head_dim**0.5
+
+
+def scaled(embedded: jax.Array, arch: Architecture) -> jax.Array:
+    """Embeddings times the model's scale, which is rounded to their type."""
+    if arch.embed_scale == 1.0:
+        return embedded
+    return embedded * jnp.asarray(arch.embed_scale, embedded.dtype)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, arch: Architecture) -> jax.Array:
     """Root-mean-square norm over the last axis, computed in float32."""
     x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + arch.norm_eps)
+    if arch.norm_plus_one:
+        return (x32 * scale * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
     return weight.astype(x.dtype) * (x32 * scale).astype(x.dtype)
-
-
-def rope_angles(positions: jax.Array, arch: Architecture) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine, float32 [rows, length, head_dim / 2], of int32 `positions`."""
-    half = arch.head_dim // 2
-    inverse = arch.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if arch.rope_scaling is not None:
-        inverse = _llama3_frequencies(inverse, arch)
-    angles = positions[..., None].astype(jnp.float32) * inverse
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def _llama3_frequencies(inverse: jax.Array, arch: Architecture) -> jax.Array:
-    """Divides low frequencies by `factor`, keeps high ones and interpolates in between."""
-    s = arch.rope_scaling
-    assert s is not None
-    wavelength = 2 * jnp.pi / inverse
-    smooth = (s.original_max_position_embeddings / wavelength - s.low_freq_factor) / (
-        s.high_freq_factor - s.low_freq_factor
-    )
-    smooth = jnp.clip(smooth, 0.0, 1.0)
-    return (1 - smooth) * inverse / s.factor + smooth * inverse
-
-
-def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates pairs (i, i + dim/2) of `x` [rows, length, heads, dim] by the position's angle."""
-    cos, sin = (a[:, :, None, :] for a in rope)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return out.astype(x.dtype)
 
 
 def split_model(model: nnx.Module) -> tuple[nnx.GraphDef[Any], Params]:
@@ -361,10 +420,13 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef[Any], Params]:
 
 
 def abstract_model(
-    kind: type[Transformer] | type[Critic], arch: Architecture, compute: Compute
+    kind: type[Transformer] | type[Critic],
+    arch: Architecture,
+    compute: Compute,
+    lora: Lora | None = None,
 ) -> tuple[nnx.GraphDef[Any], Params]:
     """The definition and parameter shapes, without allocating memory."""
-    return split_model(nnx.eval_shape(lambda: kind(arch, compute, nnx.Rngs(0))))
+    return split_model(nnx.eval_shape(lambda: kind(arch, compute, nnx.Rngs(0), lora)))
 
 
 def init_params(
@@ -380,6 +442,22 @@ def init_params(
         return split_model(kind(arch, compute, nnx.Rngs(params=key)))[1]
 
     return jax.jit(create, out_shardings=shardings)(jax.random.key(seed))
+
+
+def init_adapters(
+    kind: type[Transformer] | type[Critic],
+    arch: Architecture,
+    lora: Lora,
+    seed: int,
+    shardings: Any = None,
+) -> Params:
+    """Initialises what is trained with LoRA: adapters and, of a critic, the value head."""
+
+    def create(key: jax.Array) -> Params:  # XLA removes the parameters that are not returned
+        model = kind(arch, Compute(), nnx.Rngs(params=key), lora)
+        return split_model(model)[1]
+
+    return jax.jit(lambda key: split(create(key))[0], out_shardings=shardings)(jax.random.key(seed))
 
 
 def critic_from_policy(policy: Params) -> Params:

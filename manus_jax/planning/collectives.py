@@ -173,6 +173,7 @@ def _sent(kind: str, result: float, n: int) -> float:
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
+_DEVICE_IDS = re.compile(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)")
 _AXIS = re.compile(r"'([^']+)'(?:=(\d+))?(?::\((\d+)\)(\d+))?")
 
 
@@ -182,9 +183,7 @@ def first_group(line: str, devices: int) -> tuple[int, ...]:
     if found := _LISTED.search(line):
         members = np.array(_ints(found[1]))
     elif found := _IOTA.search(line):
-        members = np.arange(math.prod(_ints(found[3]))).reshape(_ints(found[3]))
-        members = members.transpose(_ints(found[4])) if found[4] else members
-        members = members.reshape(-1, int(found[2]))[0]
+        members = _transposed(found[3], found[4]).reshape(-1, int(found[2]))[0]
     elif found := _MESH.search(line):
         sizes = {name: int(size) for name, size, *_ in _AXIS.findall(found[1])}
         members = np.zeros(1, int)
@@ -193,7 +192,15 @@ def first_group(line: str, devices: int) -> tuple[int, ...]:
             count = int(part or sizes[name])  # 'a':(before)part is a part of axis 'a'
             stride = math.prod(inner) * sizes[name] // (int(before or 1) * count)
             members = (members[:, None] + stride * np.arange(count)).ravel()
+        if order := _DEVICE_IDS.search(line):  # of the devices in this mesh
+            members = _transposed(order[1], order[2]).ravel()[members]
     return tuple(int(m) for m in members)
+
+
+def _transposed(sizes: str, axes: str | None) -> np.ndarray:
+    """The numbers 0, 1, … as an array of these sizes, with its axes in another order."""
+    numbers = np.arange(math.prod(_ints(sizes))).reshape(_ints(sizes))
+    return numbers.transpose(_ints(axes)) if axes else numbers
 
 
 def _ints(text: str) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from manus_jax.config.binding import ConfigError
 from manus_jax.learner.learner import LearnerSpec
-from manus_jax.learner.mesh import HOST_MEMORY, batch_sharding, replicated
+from manus_jax.learner.mesh import HOST_MEMORY, batch_sharding, param_shardings, replicated
 from manus_jax.learner.update import TrainState, make_update, state_shardings
 from manus_jax.planning.chips import GIB
 
@@ -32,19 +32,21 @@ class DoesNotFit(Exception):
 class StateBytes:
     """Bytes of state and batch on one device, from their shardings.
 
-    `optimizer_on_host` is the part of the optimizer's state that is in host memory between updates.
+    `optimizer_on_host` is the part of the optimizer's state that is in host memory between updates,
+    `frozen` the base of adapters.
     """
 
     parameters: int
     optimizer: int
     batch: int
     optimizer_on_host: int = 0
+    frozen: int = 0
 
 
 def abstract_arguments(
     spec: LearnerSpec, mesh: Mesh, micro_batches: int | None = None
-) -> tuple[TrainState, dict[str, Any], Any]:
-    """Shapes and shardings of the arguments of `update(state, batch, used)`.
+) -> tuple[Any, ...]:
+    """Shapes and shardings of the arguments of `update(state, batch, used, *frozen)`.
 
     `micro_batches` are those of an update, if not given.
     """
@@ -59,17 +61,22 @@ def abstract_arguments(
     shape = (micro_batches or spec.update_micro_batches, spec.row_shape.rows, spec.row_shape.length)
     rows = batch_sharding(mesh)
     batch = {name: jax.ShapeDtypeStruct(shape, t, sharding=rows) for name, t in types.items()}
+    for name in spec.replayed:
+        routed = (*shape, *(spec.routing or ()))
+        batch[name] = jax.ShapeDtypeStruct(routed, jnp.int16, sharding=rows)
     used = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
-    return jax.tree.map(placed, state, shardings), batch, used
+    frozen = [jax.tree.map(placed, x, param_shardings(x, mesh)) for x in spec.frozen]
+    return jax.tree.map(placed, state, shardings), batch, used, *frozen
 
 
 def state_bytes(spec: LearnerSpec, mesh: Mesh) -> StateBytes:
-    state, batch, _ = abstract_arguments(spec, mesh)
+    state, batch, _, *frozen = abstract_arguments(spec, mesh)
     return StateBytes(
         parameters=_per_device(state.params),
         optimizer=_per_device(state.opt_state),
         batch=_per_device(batch),
         optimizer_on_host=_per_device(state.opt_state, on_host=True),
+        frozen=_per_device(frozen),
     )
 
 
@@ -85,7 +92,13 @@ def _per_device(tree: Any, on_host: bool = False) -> int:
 def lower_update(spec: LearnerSpec, mesh: Mesh, platform: str | None = None) -> jax.stages.Lowered:
     """The update of training, lowered for the devices of the mesh or for another `platform`."""
     update: Any = make_update(
-        spec.objective, spec.optimizer, mesh, spec.shapes, spec.optimizer_on_host
+        spec.objective,
+        spec.optimizer,
+        mesh,
+        spec.shapes,
+        spec.optimizer_on_host,
+        spec.frozen,
+        spec.in_place,
     )
     traced = update.trace(*abstract_arguments(spec, mesh))
     return traced.lower(lowering_platforms=(platform,)) if platform else traced.lower()

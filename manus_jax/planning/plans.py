@@ -6,18 +6,22 @@ collectives come from the compiled program where a compiler for the chips is ins
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.commands import TrainConfig
+from manus_jax.engines.layout import split_devices
 from manus_jax.learner.learner import LearnerSpec
 from manus_jax.learner.mesh import make_mesh
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import pick_implementation
+from manus_jax.models.lora import make_lora
 from manus_jax.planning import estimates
 from manus_jax.planning.collectives import BETWEEN_SLICES, find_collectives
 from manus_jax.planning.compiling import (
@@ -32,6 +36,7 @@ from manus_jax.planning.compiling import (
 from manus_jax.planning.estimates import Workload
 from manus_jax.planning.programs import (
     ENGINE,
+    FROZEN,
     ProgramPlan,
     host_memory,
     plan_engine,
@@ -39,10 +44,12 @@ from manus_jax.planning.programs import (
 )
 from manus_jax.planning.topologies import Topology
 from manus_jax.rollout.build_rollout import ENGINES, embedded_decoder
-from manus_jax.training.learner_specs import critic_spec, make_recipe, policy_spec
+from manus_jax.rollout.strategies import episodes_per_spec
+from manus_jax.training.learner_specs import critic_spec, make_recipe, policy_spec, updates_per_step
 
 # Assumed shares of peak FLOP/s and of link bandwidth.
 FLOPS_UTILISATION, LINK_UTILISATION = 0.7, 0.8
+REFERENCE = "reference policy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +69,7 @@ class UpdatePlan:
 
     `resident` is other memory in use during the update, by name. `temporaries` is None if the
     compiler refused the program without a breakdown; `estimated` is what they were estimated to be.
+    `host_state_ignored` if the optimizer's state is on the chip here, and on the host in training.
     """
 
     name: str
@@ -77,11 +85,12 @@ class UpdatePlan:
     peak_flops: float
     traffic: tuple[Traffic, ...]
     kernels: tuple[str, ...]
+    host_state_ignored: bool = False
 
     @property
     def fixed(self) -> int:
         """Bytes of parameters, optimizer and gradients, which are stored like the parameters."""
-        return 2 * self.state.parameters + self.state.optimizer
+        return self.state.frozen + 2 * self.state.parameters + self.state.optimizer
 
     @property
     def needed(self) -> float:
@@ -138,7 +147,7 @@ class Plan:
 
 
 def plan_mesh(config: TrainConfig, topology: Topology) -> Mesh:
-    """The mesh that training makes of the topology's devices."""
+    """The mesh that training makes of the topology's devices, without those of the engine."""
     if not topology.devices:
         raise ConfigError(
             f"{topology.name} has {topology.count} devices, more than JAX was started with; "
@@ -147,23 +156,38 @@ def plan_mesh(config: TrainConfig, topology: Topology) -> Mesh:
     sizes = dataclasses.asdict(config.mesh)
     if not topology.compiles:
         sizes.pop("slices", None)  # CPU devices have no machine; they are in machine order
-    return make_mesh(**sizes, devices=topology.devices)
+    devices, _ = split_devices(config.engine.devices, topology.devices)
+    return make_mesh(**sizes, devices=devices)
 
 
 def workload_of(
     config: TrainConfig, arch: Architecture, mesh: Mesh, has_lm_head: bool, trained: float
 ) -> Workload:
-    """One update with a full row for each sequence of a mini-batch."""
+    """One update with a full row for each sequence of a mini-batch.
+
+    With a prompt for each turn or bounded memory, an episode of all turns has a sequence for each
+    turn, or for each that forgets an earlier one, and rows hold as many of them as fit.
+    """
+    lora = make_lora(config.lora, arch)
+    rollout = config.rollout
+    rows = _mini_batch(config) * config.train.group_size * episodes_per_spec(rollout)
+    per_turn = rollout.prompt_source == "per_turn"
+    if per_turn or rollout.memory_turns is not None:
+        together = 0 if per_turn else rollout.memory_turns or 0
+        sequences = rows * max(1, rollout.max_turns - together)
+        rows = -(-sequences // (config.data.max_length // rollout.max_total_tokens))
     return Workload(
         arch=arch,
         has_lm_head=has_lm_head,
-        micro_batches=-(-_mini_batch(config) * config.train.group_size // config.data.rows),
+        micro_batches=-(-rows // config.data.rows),
         rows=config.data.rows,
         length=config.data.max_length,
         trained=trained,
         remat=config.compute.remat,
         itemsize=2 if config.compute.dtype == "bfloat16" else 4,
         shards=dict(mesh.shape),
+        adafactor=config.optimizer.name == "adafactor",
+        adapters=0 if lora is None else sum(map(math.prod, lora.layer_shapes(arch).values())),
     )
 
 
@@ -189,31 +213,42 @@ def make_plan(
         residents[f"{name} parameters"] = state.parameters
         residents[f"{name} optimizer"] = state.optimizer
         on_host[f"{name} optimizer"] = state.optimizer_on_host
-    if recipe.needs_reference:
+    if states["policy"].frozen:  # the reference is the base, and the critic has the same
+        residents[FROZEN] = states["policy"].frozen
+    elif recipe.needs_reference:
         half = 2 if config.algorithm.reference_dtype == "bfloat16" else 1
         keeper = on_host if config.algorithm.reference == "host" else residents
-        keeper["reference policy"] = states["policy"].parameters / half
+        keeper[REFERENCE] = states["policy"].parameters / half
     decoder = None
     if engine.on_learner_device:
         length = config.rollout.max_total_tokens
-        decoder = embedded_decoder(config.engine, arch, length, mesh, topology.platform)
-        residents[ENGINE] = float(decoder.layout.device_bytes)
+        _, chips = split_devices(config.engine.devices, topology.devices)
+        decoder = embedded_decoder(config.engine, arch, length, mesh, chips, topology.platform)
+        if not chips:
+            residents[ENGINE] = float(decoder.layout.device_bytes)
     updates, planned = [], {}
     for name, spec in models.items():
-        others = {n: size for n, size in residents.items() if not n.startswith(f"{name} ")}
+        own = (f"{name} ", FROZEN)
+        others = {n: size for n, size in residents.items() if not n.startswith(own)}
         w = workload_of(config, arch, mesh, name == "policy", trained)
         platform = None if topology.compiles else topology.platform
         lowered = lower_update(spec, mesh, platform)
-        updates.append(_plan_update(name, w, states[name], others, lowered, mesh, topology))
+        made = _plan_update(name, w, states[name], others, lowered, mesh, topology)
+        # The compiler for absent GPUs has no host memory.
+        ignored = spec.optimizer_on_host and not states[name].optimizer_on_host
+        updates.append(dataclasses.replace(made, host_state_ignored=ignored))
         planned[name] = (spec, w, states[name])
+    itemsize = jnp.dtype(config.engine.dtype).itemsize
     programs = tuple(ProgramPlan(f"{u.name} update", u.peak, u.resident) for u in updates)
     if all(u.fits for u in updates):
-        programs += plan_programs(planned, residents, recipe.needs_reference, mesh, topology)
+        reference = config.algorithm.reference_dtype if recipe.needs_reference else None
+        programs += plan_programs(planned, residents, reference, itemsize, mesh, topology)
         if decoder is not None:
-            programs += plan_engine(decoder, residents, topology)
-    steps = config.algorithm.ppo_epochs * -(-config.train.batch_size // _mini_batch(config))
-    host = host_memory(arch.num_params, on_host, topology)
-    return Plan(topology, arch, dict(mesh.shape), tuple(updates), steps, programs, host)
+            beside = {} if config.engine.devices else residents
+            programs += plan_engine(decoder, beside, topology)
+    host = host_memory(float(itemsize) * arch.num_params, on_host, topology)
+    count = updates_per_step(config)
+    return Plan(topology, arch, dict(mesh.shape), tuple(updates), count, programs, host)
 
 
 def for_platform(config: TrainConfig, topology: Topology) -> TrainConfig:
@@ -237,7 +272,8 @@ def _plan_update(
     temporaries: float | None = guess
     # A state on the host comes to the chip when the activations are gone.
     largest = max(guess, state.optimizer_on_host)
-    peak, code = 2 * state.parameters + state.optimizer + state.batch + largest, 0
+    fixed = state.frozen + 2 * state.parameters + state.optimizer
+    peak, code = fixed + state.batch + largest, 0
     traffic = _estimated_traffic(w, mesh, topology)
     if topology.compiles:
         try:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from manus_jax.engines.cached_decoder import CachedDecoder
 from manus_jax.learner.learner import LearnerSpec
+from manus_jax.learner.mesh import path_name
 from manus_jax.learner.update import make_forward
 from manus_jax.planning import estimates
 from manus_jax.planning.compiling import (
@@ -28,6 +29,7 @@ from manus_jax.planning.estimates import Workload
 from manus_jax.planning.topologies import Topology
 
 ENGINE = "embedded engine"
+FROZEN = "frozen base"
 _ROW_COLUMNS = ("input_ids", "segment_ids", "positions", "loss_mask")
 
 
@@ -47,27 +49,37 @@ class ProgramPlan:
 def plan_programs(
     models: Mapping[str, tuple[LearnerSpec, Workload, StateBytes]],
     residents: Mapping[str, float],
-    needs_reference: bool,
+    reference_dtype: str | None,
+    engine_itemsize: int,
     mesh: Mesh,
     topology: Topology,
 ) -> tuple[ProgramPlan, ...]:
     """Forward passes, and the transfer of weights to an engine.
 
-    `residents` are the arrays that stay on a chip during a step, by name.
+    `residents` are the arrays that stay on a chip during a step, by name. `reference_dtype` is None
+    without a reference policy, `engine_itemsize` that of the type in which the engine gets its
+    weights.
     """
-    besides = lambda *own: {n: size for n, size in residents.items() if n not in own}
+    besides = lambda *own: {n: x for n, x in residents.items() if n not in (*own, FROZEN)}
     peaks = {
         name: _forward_peak(spec, w, state, mesh, topology)
         for name, (spec, w, state) in models.items()
     }
     found = [ProgramPlan("old log-probs", peaks["policy"], besides("policy parameters"))]
-    if needs_reference:  # a reference on the host is on the chips for this program only
-        rest = besides("reference policy")
-        found.append(ProgramPlan("reference log-probs", peaks["policy"], rest))
+    if reference_dtype:  # a reference on the host is on the chips for this program only
+        rest, own = besides("reference policy"), peaks["policy"]
+        spec, w, state = models["policy"]
+        if reference_dtype == "bfloat16" and not spec.frozen:
+            narrow = lambda x: jax.ShapeDtypeStruct(x.shape, reference_dtype)
+            spec = dataclasses.replace(spec, shapes=jax.tree.map(narrow, spec.shapes))
+            state = dataclasses.replace(state, parameters=state.parameters // 2)
+            own = _forward_peak(spec, w, state, mesh, topology)
+        found.append(ProgramPlan("reference log-probs", own, rest))
     if "critic" in models:
         found.append(ProgramPlan("values", peaks["critic"], besides("critic parameters")))
     if topology.processes > 1:
-        gathered = _largest_gathered(models["policy"][0].shapes)
+        policy = models["policy"][0]
+        gathered = _largest_gathered((policy.shapes, policy.frozen), engine_itemsize)
         found.append(ProgramPlan("gathering of weights", gathered, dict(residents)))
     return tuple(found)
 
@@ -103,35 +115,34 @@ def _forward_peak(
     spec: LearnerSpec, w: Workload, state: StateBytes, mesh: Mesh, topology: Topology
 ) -> float:
     """Bytes of the forward pass over the rows of a step."""
-    arguments, batch, used = abstract_arguments(spec, mesh, spec.forward_micro_batches)
-    rows = {name: batch[name] for name in _ROW_COLUMNS}
-    forward: Any = make_forward(spec.forward, mesh, spec.shapes)
+    arguments, batch, used, *frozen = abstract_arguments(spec, mesh, spec.forward_micro_batches)
+    rows = {name: batch[name] for name in (*_ROW_COLUMNS, *spec.replayed)}
+    forward: Any = make_forward(spec.forward, mesh, spec.shapes, spec.frozen)
     if not topology.compiles:
-        return state.parameters + estimates.estimate_forward(w, topology.platform)
-    lowered = forward.trace(arguments.params, rows, used).lower()
+        return state.parameters + state.frozen + estimates.estimate_forward(w, topology.platform)
+    lowered = forward.trace(arguments.params, rows, used, *frozen).lower()
     try:
         return float(peak_bytes(compile_program(lowered)[0]))
     except DoesNotFit as refused:
         return refused.peak
 
 
-def _largest_gathered(shapes: Any) -> float:
+def _largest_gathered(shapes: Any, itemsize: int) -> float:
     """The largest array that is whole on every chip while process 0 collects the weights.
 
     Arrays of stacked layers are gathered one layer at a time.
     """
-    return max(
-        4.0 * math.prod(x.shape[1:] if any(k.key == "layers" for k in path) else x.shape)
-        for path, x in jax.tree_util.tree_leaves_with_path(shapes)
-    )
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    stacked = lambda path: "layers" in path_name(path).split("/")
+    return max(float(itemsize) * math.prod(x.shape[stacked(path) :]) for path, x in leaves)
 
 
 def host_memory(
-    parameters: int, on_host: Mapping[str, float], topology: Topology
+    engine_weights: float, on_host: Mapping[str, float], topology: Topology
 ) -> dict[str, float]:
     """Bytes in the memory of process 0's host, by purpose; `on_host` are those of one chip."""
     found: dict[str, float] = {}
     if topology.processes > 1:
-        found["weights, gathered for the engine"] = 4.0 * parameters
+        found["weights, gathered for the engine"] = engine_weights
     chips = topology.count / topology.processes
     return found | {name: chips * size for name, size in on_host.items() if size}

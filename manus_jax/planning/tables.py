@@ -11,6 +11,13 @@ from rich.table import Table
 from manus_jax.planning.chips import GIB
 from manus_jax.planning.estimates import COMPILED_TO_ESTIMATED
 from manus_jax.planning.plans import FLOPS_UTILISATION, LINK_UTILISATION, Plan, UpdatePlan
+from manus_jax.planning.programs import FROZEN
+from manus_jax.planning.servers import ServerPlan
+
+_HOST_STATE_IGNORED = (
+    'The compiler for absent GPUs cannot place arrays in host memory: optimizer.state = "host" is '
+    "planned with the state on the GPU, where training has it during the optimizer's step only."
+)
 
 
 def render(plan: Plan, width: int = 100) -> str:
@@ -25,6 +32,8 @@ def render(plan: Plan, width: int = 100) -> str:
         console.print(_verdict(update))
         if note := all_reduce_note(update):
             console.print(note)
+        if update.host_state_ignored:
+            console.print(_HOST_STATE_IGNORED)
     console.print()
     console.print(_programs(plan))
     console.print()
@@ -100,8 +109,10 @@ def _memory_rows(update: UpdatePlan) -> list[tuple[str, float]]:
         ("parameters (float32)", float(update.state.parameters)),
         ("optimizer", float(update.state.optimizer)),
     ]
+    if update.state.frozen:
+        rows.insert(0, (FROZEN, float(update.state.frozen)))
     if update.temporaries is None:
-        known = update.state.parameters + update.state.optimizer
+        known = update.state.parameters + update.state.optimizer + update.state.frozen
         rows.append(("gradients, activations, temporaries", update.peak - known))
     else:
         rows += [
@@ -150,6 +161,15 @@ def _assumptions(plan: Plan) -> str:
         f"{source} FLOPs are counted from the architecture and the rows. Times assume "
         f"{FLOPS_UTILISATION:.0%} of peak FLOP/s, {LINK_UTILISATION:.0%} of link bandwidth, and "
         "full rows."
+    )
+
+
+def describe_servers(servers: ServerPlan) -> str:
+    """What the share of vLLM servers on a GPU holds."""
+    return (
+        f"\nvLLM, per GPU: {gib(servers.share)} hold weights of {gib(servers.weights)} and, less "
+        f"what vLLM needs for activations,\nthe keys and values of {servers.tokens:,} tokens or "
+        f"{servers.episodes:,} episodes of {servers.length:,} tokens."
     )
 
 

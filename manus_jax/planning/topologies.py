@@ -25,6 +25,8 @@ from manus_jax.planning.chips import GPU_MEMORIES, GPUS, TPUS, Chip
 
 _EXAMPLES = "v5e:8x8, v5p:2x2x4, v6e:4x4, cuda:8x80GB, cuda:4x8xA100"
 _MAX_CHIPS = 2**14
+_SQUARES = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16")
 # libtpu looks for the metadata of a TPU host and locks the chips; neither exists here.
 _TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -183,7 +185,23 @@ def _described(name: str, chip: Chip, shape: tuple[int, ...], slices: int) -> tu
         return tuple(topologies.get_topology_desc(name, platform=platform, **options).devices)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         reason = " ".join(str(error).split()).split("=== ")[0]
-        raise TopologyError(f"topology {name!r}: {reason}") from None
+        raise TopologyError(f"topology {name!r}: {reason}{_nearest_slices(chip, shape)}") from None
+
+
+def _nearest_slices(chip: Chip, shape: tuple[int, ...]) -> str:
+    """The TPU slices that Google Cloud offers with the next smaller and larger number of chips."""
+    if chip.kind == "gpu":
+        return ""
+    wanted = math.prod(shape)
+    slices = {_chips(layout): layout for layout in (_CUBES if chip.name == "v5p" else _SQUARES)}
+    below = [n for n in slices if n <= wanted][-1:]
+    above = [n for n in slices if n > wanted][:1]
+    offered = " or ".join(f"{chip.name}:{slices[n]}" for n in below + above)
+    return f"; the nearest slices are {offered}"
+
+
+def _chips(layout: str) -> int:
+    return math.prod(int(n) for n in layout.split("x"))
 
 
 def _stand_ins(count: int) -> tuple[Any, ...]:

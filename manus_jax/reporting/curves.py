@@ -42,10 +42,12 @@ def downsampled(steps: list[int], values: list[float], limit: int) -> tuple[list
     return [steps[i] for i in sorted(kept)], [values[i] for i in sorted(kept)]
 
 
-def charts(series: Series) -> list[dict[str, Any]]:
-    """The charts that have data."""
+def charts(series: Series, sections: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """The charts that have data, of all `sections` or some."""
     found = []
     for section, title, chart in _definitions():
+        if sections is not None and section not in sections:
+            continue
         lines: dict[str, str] = {}
         for pattern, label in chart.items():
             for name in series if pattern != "range" else ():
@@ -115,9 +117,12 @@ def _is_phase(name: str) -> bool:
     )
 
 
-def environments(metrics: Metrics) -> list[dict[str, Any]]:
-    """Validation results per environment, followed by the overall row if there are several."""
-    pattern = re.compile(r"val/(?:([^/]+)/)?success_rate")
+def environments(metrics: Metrics, measure: str = "success_rate") -> list[dict[str, Any]]:
+    """Validation results per environment, followed by the overall row if there are several.
+
+    `first`, `last` and `baselines` are of the `measure`.
+    """
+    pattern = re.compile(rf"val/(?:([^/]+)/)?{re.escape(measure)}")
     names = dict.fromkeys(
         match[1] for line in metrics for name in line if (match := pattern.fullmatch(name))
     )
@@ -126,13 +131,13 @@ def environments(metrics: Metrics) -> list[dict[str, Any]]:
     table = []
     for env in rows:
         below = f"/{env}" if env else ""
-        seen = [line for line in metrics if f"val{below}/success_rate" in line]
-        rates = [line[f"val{below}/success_rate"] for line in seen]
+        seen = [line for line in metrics if f"val{below}/{measure}" in line]
+        rates = [line[f"val{below}/{measure}"] for line in seen]
         baselines = {
             match[1]: value
             for line in metrics
             for name, value in line.items()
-            if (match := re.fullmatch(rf"val_([^/]+){re.escape(below)}/success_rate", name))
+            if (match := re.fullmatch(rf"val_([^/]+){re.escape(f'{below}/{measure}')}", name))
         }
         table.append(
             {

@@ -11,15 +11,17 @@ import html
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from manus_jax.files import write_atomically
 from manus_jax.reporting import curves, episodes
+from manus_jax.reporting.diagnoses import Diagnostician
 from manus_jax.reporting.run_data import ReportError, RunData, read_run
+from manus_jax.reporting.run_timeline import read_timeline
 
-_SCRIPTS = ("elements.js", "charts.js", "time.js", "episodes.js", "main.js")
+_SCRIPTS = ("elements.js", "charts.js", "time.js", "timeline.js", "episodes.js", "main.js")
 
 
 def write_report(
@@ -31,11 +33,17 @@ def write_report(
     """
     run = run.expanduser()
     out = run / "report.html" if out is None else out.expanduser()
+    if out.suffix not in (".html", ".htm") and out.exists():
+        raise ReportError(f"{out} exists and is not an HTML file; choose another --out")
     data = report_data(run)
     for problem in data["run"]["problems"]:
         warn(problem)
+    return write_page(out, render(data))
+
+
+def write_page(out: Path, text: str) -> Path:
     try:
-        write_atomically(out, render(data))
+        write_atomically(out, text)
     except OSError as error:
         raise ReportError(f"the report {out} cannot be written: {error.strerror}") from None
     return out
@@ -51,24 +59,30 @@ def report_data(run: Path) -> dict[str, Any]:
     problems = [*data.problems, *browser.pop("problems")]
     if data.unreadable:
         problems.append(f"{data.unreadable} lines of metrics.jsonl could not be parsed")
+    timeline = read_timeline(run, problems)
     report = {
         "run": _facts(data) | {"problems": problems},
         "axes": [list(axis) for axis in axes],
         "series": {n: [axes[tuple(steps)], values] for n, (steps, values) in series.items()},
         "charts": curves.charts(series),
         "phases": curves.phases(data.metrics),
+        "timeline": timeline,
         "environments": curves.environments(data.metrics),
+        "findings": [
+            {"step": found.step, "last": found.last, "text": found.text}
+            for found in Diagnostician(data.metrics).findings
+        ],
         "episodes": browser,
         "config": data.config,
     }
-    return _without_non_finite(report)
+    return without_non_finite(report)
 
 
-def _without_non_finite(value: Any) -> Any:
+def without_non_finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_non_finite(item) for key, item in value.items()}
+        return {key: without_non_finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without_non_finite(item) for item in value]
+        return [without_non_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -86,9 +100,9 @@ def _facts(data: RunData) -> dict[str, Any]:
     }
 
 
-def render(data: dict[str, Any]) -> str:
-    """The page as ASCII text."""
-    script = "\n".join(curves.asset(name) for name in _SCRIPTS)
+def render(data: dict[str, Any], scripts: Sequence[str] = _SCRIPTS) -> str:
+    """The page that the scripts build from the data, as ASCII text."""
+    script = "\n".join(curves.asset(name) for name in scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
         "TITLE": html.escape(data["run"]["name"]).encode("ascii", "xmlcharrefreplace").decode(),

@@ -14,6 +14,7 @@ from typing import Any
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.run_config import read_bindings
 from manus_jax.errors import UserError
+from manus_jax.files import open_file
 
 LINE_BYTES = 64 << 20
 CONFIG_BYTES = 1 << 20
@@ -78,7 +79,7 @@ def read_metrics(path: Path) -> tuple[tuple[Mapping[str, float], ...], int, int]
 
 def lines_of(path: Path) -> Iterator[bytes]:
     """The lines of a file; of a line that is too long, the first LINE_BYTES."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while line := file.readline(LINE_BYTES):
             rest = line
             while rest and not rest.endswith(b"\n"):
@@ -90,7 +91,7 @@ def _read_config(path: Path, problems: list[str]) -> tuple[str, dict[str, str]]:
     if not path.exists():
         return "", {}
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             text = file.read(CONFIG_BYTES).decode("utf-8", "replace")
     except OSError as error:
         problems.append(f"config.gin cannot be read: {error}")

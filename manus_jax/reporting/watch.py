@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from manus_jax.errors import Terminated
+from manus_jax.files import read_text
 from manus_jax.reporting.run_data import ReportError, read_metrics
 from manus_jax.status import FILE, STATES
 
@@ -85,7 +86,7 @@ def read_view(run: Path) -> View:
     """The view of a run directory, which may be missing, incomplete or damaged."""
     path = run / FILE
     try:
-        status = json.loads(path.read_bytes())
+        status = json.loads(read_text(path))
         state, detail, ended = _state(status, time.time())
         return View(state, (("run", str(run)), ("state", detail), *_lines(status)), ended)
     except FileNotFoundError:

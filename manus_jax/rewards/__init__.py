@@ -4,13 +4,14 @@ A new one is a function decorated with `@REWARDS.register("name")`, in a module 
 in one of yours that the configuration imports.
 """
 
-from manus_jax.rewards import composite, ground_truth, text
+from manus_jax.rewards import composite, ground_truth, judge, text
 from manus_jax.rewards.registry import (
     FACTS,
     REWARDS,
     EpisodeTurn,
     RewardError,
     RewardSettings,
+    RewardUnavailable,
     Score,
     compute,
     try_early,
@@ -22,10 +23,12 @@ __all__ = [
     "EpisodeTurn",
     "RewardError",
     "RewardSettings",
+    "RewardUnavailable",
     "Score",
     "composite",
     "compute",
     "ground_truth",
+    "judge",
     "text",
     "try_early",
 ]

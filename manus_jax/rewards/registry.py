@@ -8,18 +8,16 @@ happens to the episode.
 """
 
 import dataclasses
-import inspect
 import math
-import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from manus_jax.errors import UserError
-from manus_jax.registry import Registry, RegistryError
+from manus_jax.registry import Registry, RegistryError, parameter_problem
 
 FACTS: Mapping[str, str] = {
     "turns": "the agent's turns (see EpisodeTurn), in order",
+    "first_observation": "what the agent saw before its first turn",
     "env_reward": "the environment's reward of the episode, on a scale whose best is 1",
     "success": "whether the environment counts the episode as won",
     "env": "the environment's name",
@@ -70,13 +68,17 @@ class RewardError(UserError, RuntimeError):
     """A reward function failed on an episode, or has no such parameter."""
 
 
+class RewardUnavailable(RewardError):
+    """The score of an episode could not be obtained, for example from a judge; it is dropped."""
+
+
 RewardFunction = Callable[..., "float | Score | Sequence[float]"]
 F = TypeVar("F", bound=RewardFunction)
 REWARDS: Registry[RewardFunction] = Registry("reward function")
 
 
 def try_early(function: F) -> F:
-    """Decorator: tries the parameters on an empty episode when the configuration is read.
+    """Decorator: tries the parameters, and the tasks, on an empty episode before a run starts.
 
     For functions that are fast and have no side effects.
     """
@@ -93,53 +95,19 @@ class RewardSettings:
 
     def __post_init__(self) -> None:
         function = REWARDS[self.function]
-        signature = inspect.signature(function)
-        named = [
-            parameter.name
-            for parameter in list(signature.parameters.values())[2:]
-            if parameter.name not in FACTS
-            and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        ]
-        for name in self.parameters:
-            if name not in named:
-                raise RewardError(
-                    f"reward function {self.function!r} has no parameter {name!r}; "
-                    f"it has {', '.join(named) or 'none'}"
-                )
-        required = [n for n in named if signature.parameters[n].default is inspect.Parameter.empty]
-        if missing := [name for name in required if name not in self.parameters]:
-            raise RewardError(
-                f"reward function {self.function!r} needs the parameter {missing[0]!r}"
-            )
-        for name, value in self.parameters.items():
-            annotation = signature.parameters[name].annotation
-            if not _fits(value, annotation):
-                raise RewardError(
-                    f"reward function {self.function!r}: {name} = {value!r} must be "
-                    f"{inspect.formatannotation(annotation)}"
-                )
-        if getattr(function, "try_early", False):
-            facts: dict[str, Any] = {"env": "", "item_id": "", "finish_reason": "done", "extra": {}}
-            text = "<think>a</think><answer>a</answer>"
-            compute(self, "(check)", text, "a", env_reward=0.0, success=False, **facts)
+        what = f"reward function {self.function!r}"
+        if problem := parameter_problem(what, function, self.parameters, skip=2, given=FACTS):
+            raise RewardError(problem)
+        self.try_task("(check)", "a", env="", extra={})
 
-
-def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a parameter has its annotated type; unusual annotations are ignored."""
-    if typing.get_origin(annotation) is typing.Literal:
-        return value in typing.get_args(annotation)
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        return any(_fits(value, each) for each in typing.get_args(annotation))
-    if annotation is float:
-        return type(value) in (int, float) and math.isfinite(value)
-    if annotation in (int, bool, str, types.NoneType):
-        return type(value) is annotation
-    if typing.get_origin(annotation) is Mapping:
-        keys, values = typing.get_args(annotation)
-        return isinstance(value, Mapping) and all(
-            _fits(key, keys) and _fits(each, values) for key, each in value.items()
-        )
-    return True
+    def try_task(
+        self, item_id: str, ground_truth: Any, *, env: str | None, extra: Mapping[str, Any]
+    ) -> None:
+        """Raises RewardError if no episode of a task could be scored, where that can be tried."""
+        if getattr(REWARDS[self.function], "try_early", False):
+            facts: dict[str, Any] = {"env_reward": 0.0, "success": False, "finish_reason": "done"}
+            facts |= {"env": env, "item_id": item_id, "extra": extra, "first_observation": ""}
+            compute(self, item_id, "<think>a</think><answer>a</answer>", ground_truth, **facts)
 
 
 def compute(

@@ -5,7 +5,7 @@ that the three always agree. `FORMATS.add(ActionFormat(...))` adds a format. Par
 linear in the length of the text and evaluates no code. A text without exactly one action yields an
 error message for the model, which repeats the expected form, never an empty action. Thoughts
 between <think> and </think> are removed first in every format; an action inside a thought is not
-executed, nor is one in a code block that the token limit cut off.
+executed, nor is one in a code block or tool call that the token limit cut off.
 """
 
 import ast
@@ -13,16 +13,26 @@ import dataclasses
 import json
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+from manus_jax.agentgym.prompts import PROMPTS
 from manus_jax.agentgym.table import ActionStyle, EnvironmentRow
+from manus_jax.agentgym.tools import ACT, Tool, ToolUseError
+from manus_jax.data.tool_calls import (
+    ToolCall,
+    ToolCallError,
+    check_nesting,
+    inside_call,
+    parse_json,
+    parse_tool_calls,
+    render_tool_call,
+)
 from manus_jax.registry import Registry
 
 MAX_CODE = 4000
-MAX_NESTING = 20
-"""Limits on code and JSON: parsers recurse on the C stack, which is small in threads."""
+"""Limit on code: its parser recurses on the C stack, which is small in threads."""
 
 _INSTRUCTIONS: dict[str, str] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
@@ -52,7 +62,8 @@ class ActionFormat:
 
     `marker` is a substring of every description of the format, `render(thought, action)` writes a
     turn, and `find(turn)` returns the action of a turn or raises NoAction. `styles` are the action
-    styles (see EnvironmentRow.action) that the format supports.
+    styles (see EnvironmentRow.action) that the format supports. `tools` are schemas for the chat
+    template, in a format whose actions are tool calls; `with_tools` adapts it to an environment.
     """
 
     name: str
@@ -61,6 +72,8 @@ class ActionFormat:
     render: Callable[[str, str], str]
     find: Callable[[str], str]
     styles: frozenset[ActionStyle] = _PARSED_STYLES
+    tools: tuple[dict[str, Any], ...] = ()
+    with_tools: "Callable[[Sequence[Tool]], ActionFormat] | None" = None
 
     def parse(self, text: str, style: ActionStyle, cut: bool = False) -> ParsedAction:
         """Parses the action in a model turn, for an environment of this action style.
@@ -71,10 +84,12 @@ class ActionFormat:
             answer = without_thoughts(text)
             if cut and answer.count("```") % 2:
                 raise NoAction("your answer was cut off inside a code block. Answer more briefly.")
+            if cut and inside_call(answer):
+                raise NoAction("your answer was cut off inside a tool call. Answer more briefly.")
             action = _shaped(self.find(answer), style)
             if not action:
                 raise NoAction("it is empty. Write one action.")
-        except NoAction as problem:
+        except (NoAction, ToolCallError, ToolUseError) as problem:
             return ParsedAction(None, f"Invalid action: {problem}{self._reminder}")
         return ParsedAction(action)
 
@@ -114,7 +129,7 @@ _OWN_FORM: dict[ActionStyle, str] = {
     "line": "react",
     "plain_line": "react",
     "sql_block": "react_sql",
-    "tool_call": "tool_call",
+    "tool_call": "react_tool",
     "search_tags": "search_tags",
     "fenced": "fenced",
 }
@@ -137,6 +152,9 @@ def format_for(row: EnvironmentRow, name: str = "auto") -> ActionFormat:
             f"action format {name!r} does not fit {row.name}, whose actions are of style "
             f"{row.action!r}; write auto or one of {', '.join(fitting)}"
         )
+    if chosen.with_tools is not None:
+        prompt = PROMPTS.get(row.name)
+        return chosen.with_tools((prompt and prompt.tools) or (ACT,))
     return chosen
 
 
@@ -241,28 +259,15 @@ for _tag in ("act", "action", "response"):
     FORMATS.add(_tag_format(_tag))
 
 
-_BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
-
-
-def _check_nesting(text: str) -> None:
-    depth = deepest = 0
-    for mark in re.finditer(r"[][(){}]", text):
-        depth += _BRACKETS[mark[0]]
-        deepest = max(deepest, depth)
-    if deepest > MAX_NESTING:
-        raise NoAction("the brackets are too deeply nested.")
-
-
 def _find_function_call(text: str) -> str:
     start, end = text.find("{"), text.rfind("}")
     wanted = 'Write {"thought": ..., "function_name": "act", "arguments": {"action": ...}}.'
     if start < 0 or end < start:
         raise NoAction(f"there is no JSON object. {wanted}")
-    _check_nesting(text[start : end + 1])
     try:
-        call = json.loads(text[start : end + 1], strict=False)
-    except ValueError as error:
-        raise NoAction(f"this is not one JSON object ({error}). {wanted}") from None
+        call = parse_json(text[start : end + 1])
+    except ToolCallError as error:
+        raise NoAction(f"{error} {wanted}") from None
     if not isinstance(call, dict) or call.get("function_name") != "act":
         raise NoAction(f'"function_name" must be "act". {wanted}')
     arguments = call.get("arguments")
@@ -290,7 +295,7 @@ def _find_code(text: str) -> str:
     code = parts[1].partition("```")[0].strip()
     if len(code) > MAX_CODE:
         raise NoAction(f"the code is longer than {MAX_CODE} characters. {wanted}")
-    _check_nesting(code)
+    check_nesting(code)
     try:
         statements = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -316,7 +321,7 @@ def _render_code(thought: str, action: str) -> str:
 _add("code_as_action", "```python", _render_code, _find_code)
 
 
-def _find_tool_call(text: str) -> str:
+def _find_tool_input(text: str) -> str:
     if "with Action Input:" not in text:
         raise NoAction('write "Action: NAME with Action Input: {...}" as last line.')
     return text
@@ -335,10 +340,10 @@ def _find_fenced(text: str) -> str:
 
 
 _add(
-    "tool_call",
+    "react_tool",
     "with Action Input:",
     lambda thought, action: f"Thought: {thought}\n\nAction: {action}",
-    _find_tool_call,
+    _find_tool_input,
     "tool_call",
 )
 _add(
@@ -356,3 +361,44 @@ _add(
     lambda text: text,
     *get_args(ActionStyle),
 )
+
+
+def _tool_format(tools: Sequence[Tool]) -> ActionFormat:
+    """Calls of these tools in the model's own syntax; exactly one in every turn."""
+    by_name = {tool.name: tool for tool in tools}
+
+    def find(text: str) -> str:
+        _, calls = parse_tool_calls(text)
+        if len(calls) != 1:
+            raise NoAction(
+                f"there are {len(calls)} tool calls, and none is carried out. Make exactly one in "
+                "every answer."
+                if calls
+                else "there is no tool call. Call a tool."
+            )
+        if calls[0].name not in by_name:
+            raise NoAction(f"there is no tool {calls[0].name[:80]!r}.")
+        return by_name[calls[0].name].command(calls[0].arguments)
+
+    def render(thought: str, action: str) -> str:
+        for text in (_unfenced(action), action.strip()):
+            for tool in tools:
+                arguments = tool.arguments(text)
+                if arguments is not None:
+                    return f"{thought}\n{render_tool_call(ToolCall(tool.name, arguments))}".strip()
+        return f"{thought}\n{action}"  # not an action of this environment
+
+    signatures = "\n".join(tool.signature for tool in tools)
+    return ActionFormat(
+        "tool_call",
+        _INSTRUCTIONS["tool_call"].format(tools=signatures),
+        "exactly one tool",
+        render,
+        find,
+        frozenset(get_args(ActionStyle)),
+        tuple(tool.schema() for tool in tools),
+        _tool_format,
+    )
+
+
+FORMATS.add(_tool_format((ACT,)))

@@ -18,6 +18,7 @@ from manus_jax.agentgym.table import environment
 from manus_jax.config.settings import RolloutSettings
 from manus_jax.rollout.llm_player import turn_seed
 from manus_jax.rollout.player import Answer, EndEpisode, EpisodeContext
+from manus_jax.rollout.prompts import TurnPrompt
 from manus_jax.rollout.trajectory import Segment
 
 Reply = Callable[[Sequence[str]], str | None]
@@ -34,7 +35,9 @@ class TextPlayer:
         self._reply = reply
         self._observations: list[str] = []
 
-    def observe(self, observation: str) -> str:
+    def observe(
+        self, observation: str, replies: bool = False, prompt: TurnPrompt | None = None
+    ) -> str:
         self._observations.append(observation)
         return observation
 
@@ -114,40 +117,8 @@ def _plausible_actions(env: str) -> PlausibleActions:
     """The environment's own function, else the actions in its prompt."""
     if env in EMBEDDED and (chosen := load(env).plausible_actions) is not None:
         return chosen
-    if env in _PLAUSIBLE:
-        return _PLAUSIBLE[env]
     shown = _actions_in_prompt(env)
     return lambda observations: shown
-
-
-def _alfworld_actions(observations: Sequence[str]) -> Sequence[str]:
-    """The actions that are possible according to the observations so far.
-
-    Only the first observation lists them; the others name where the agent is and what it sees.
-    """
-    places = re.findall(r"go to ([a-z]+ \d+)", observations[0])
-    here, held, things, closed = "", "", [], False
-    for text in observations[1:]:
-        if arrived := re.match(r"(?:On the|The|You open the|You close the) ([a-z]+ \d+)", text):
-            here, closed = arrived[1], "is closed" in text or text.startswith("You close")
-            things = re.findall(r"\ba ([a-z]+ \d+)", text)
-        elif taken := re.match(r"You pick up the ([a-z]+ \d+) from", text):
-            held = taken[1]
-            things = [thing for thing in things if thing != held]
-        elif text.startswith("You put the"):
-            things, held = [*things, held], ""
-    actions = [f"go to {place}" for place in places if place != here] + ["inventory", "look"]
-    if here:
-        actions.append(f"examine {here}")
-    if closed:
-        return [*actions, f"open {here}"]
-    if held:
-        return [*actions, f"examine {held}", *([f"put {held} in/on {here}"] if here else [])]
-    return [*actions, *(f"take {thing} from {here}" for thing in things)]
-
-
-_PLAUSIBLE: dict[str, PlausibleActions] = {"alfworld": _alfworld_actions}
-"""For environments that have no embedded server."""
 
 
 def _actions_in_prompt(env: str) -> list[str]:

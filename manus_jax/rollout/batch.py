@@ -9,7 +9,7 @@ token id values.
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 from manus_jax.algorithms.advantages import has_signal
 from manus_jax.algorithms.batch_advantages import group_numbers
 from manus_jax.algorithms.episode_tokens import EpisodeTokens
+from manus_jax.algorithms.recipes import Keeps
 from manus_jax.algorithms.reward_allocation import ALLOCATIONS, allocate
 from manus_jax.data_proto import DataProto
 from manus_jax.errors import UserError
@@ -46,11 +47,14 @@ _COLUMNS = ("sampler_log_probs", "token_level_rewards", "turn_ids", "versions")
 _EPISODE_COLUMNS = (
     *("uid", "group_id", "turn_rewards", "observations"),
     *("episode_reward", "env_reward", "success", "end_reason"),
+    *("parent", "branch_turn"),
 )
 _LATER = ("old_log_probs", "ref_log_probs", "values", "advantages", "returns", "loss_weights")
 _SHAPE = ("input_ids", "attention_mask", "loss_mask", "episode_ids", "greedy_rewards")
+_ROUTED = "routed_experts"
+_RESERVED = (*_COLUMNS, *_LATER, *_SHAPE, _ROUTED)
 
-TOKEN_COLUMNS: Registry[TokenColumn] = Registry("token column", (*_COLUMNS, *_LATER, *_SHAPE))
+TOKEN_COLUMNS: Registry[TokenColumn] = Registry("token column", _RESERVED)
 """User-defined per-token columns, added to every batch for policy losses that need them."""
 
 
@@ -79,15 +83,33 @@ def drop_uniform_groups(episodes: Sequence[Trajectory]) -> list[Trajectory]:
     return [e for e, k in zip(episodes, np.asarray(keep), strict=True) if k]
 
 
+def keep_by_success(episodes: Sequence[Trajectory], keeps: Keeps) -> list[Trajectory]:
+    """The episodes that `keeps` selects in their groups, by success."""
+    groups: dict[str, list[Trajectory]] = {}
+    for episode in episodes:
+        groups.setdefault(episode.group_id, []).append(episode)
+    kept: set[str] = set()
+    for group in groups.values():
+        chosen = keeps(np.array([episode.success for episode in group], bool))
+        kept |= {episode.uid for episode, keep in zip(group, chosen, strict=True) if keep}
+    return [episode for episode in episodes if episode.uid in kept]
+
+
 def to_batch(
-    trajectories: Sequence[Trajectory], allocation: RewardAllocation, pad_id: int = 0
+    trajectories: Sequence[Trajectory],
+    allocation: RewardAllocation,
+    pad_id: int = 0,
+    routing: tuple[int, int] | None = None,
 ) -> DataProto:
     """A batch with one row per segment, in the order of the episodes.
 
     Arrays [rows, length]: input_ids, attention_mask, loss_mask, turn_ids and versions (-1 outside
     the loss mask), token_level_rewards, sampler_log_probs, and those of TOKEN_COLUMNS; [rows]:
-    episode_ids. Per row on the host: uid, group_id, env, item_id, segment, turn_rewards,
-    observations, episode_reward, env_reward, success, end_reason.
+    episode_ids. With `routing`, the numbers of layers and of experts per token, routed_experts
+    [rows, length, *routing] are the experts that the engine chose, -1 where they are not known. Per
+    row on the host: uid, group_id, env, item_id, segment, turn_rewards, observations,
+    episode_reward, env_reward, success, end_reason, and the tree that branching episodes form:
+    parent (a uid or None) and branch_turn.
     """
     for trajectory in trajectories:
         if not trajectory.segments:
@@ -110,6 +132,10 @@ def to_batch(
     for name in TOKEN_COLUMNS:
         values = [_user_column(name, t, i) for _, t, i in rows]
         arrays[name] = pad(values, np.result_type(*values) if values else np.float32)
+    if routing is not None:
+        none = np.zeros((0, *routing), np.int16)
+        experts = [none if s.experts is None else s.experts for s in segments]
+        arrays[_ROUTED] = pad(experts, np.int16, -1, shape=routing)
     host: dict[str, list[Any]] = {
         "env": [t.task.env for _, t, _ in rows],
         "item_id": [t.task.item_id for _, t, _ in rows],
@@ -121,9 +147,29 @@ def to_batch(
     return batch.union(_token_rewards(batch, allocation))
 
 
-def padded(arrays: Sequence[np.ndarray], dtype: Any, fill: int = 0, *, width: int) -> np.ndarray:
-    """Arrays [T] of different lengths as rows [len(arrays), width]."""
-    rows = np.full((len(arrays), width), fill, dtype)
+def add_greedy_rewards(batch: DataProto, greedy: Mapping[str, float]) -> DataProto:
+    """Adds the column greedy_rewards, [rows]: the reward of the greedy episode of each row's group.
+
+    If the greedy episode of a group failed, the baseline is the episode's own reward.
+    """
+    host = batch.non_tensor_batch
+    rewards = [
+        greedy.get(group, own)
+        for group, own in zip(host["group_id"], host["episode_reward"], strict=True)
+    ]
+    return batch.union(DataProto.from_dict({"greedy_rewards": np.array(rewards, np.float32)}))
+
+
+def padded(
+    arrays: Sequence[np.ndarray],
+    dtype: Any,
+    fill: int = 0,
+    *,
+    width: int,
+    shape: tuple[int, ...] = (),
+) -> np.ndarray:
+    """Arrays [T, *shape] of different lengths as rows [len(arrays), width, *shape]."""
+    rows = np.full((len(arrays), width, *shape), fill, dtype)
     for row, array in zip(rows, arrays, strict=True):
         row[: len(array)] = array
     return rows

@@ -8,7 +8,12 @@ from typing import Any, TypeVar
 from jax.sharding import Mesh
 
 from envs import registry
-from manus_jax.agentgym.environments import open_environments, server_addresses
+from manus_jax.agentgym.environments import (
+    check_interpreters,
+    open_environments,
+    register_adapted,
+    server_addresses,
+)
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.table import environment
 from manus_jax.config.binding import (
@@ -18,29 +23,32 @@ from manus_jax.config.binding import (
     refuse_unread,
     setting_names,
 )
-from manus_jax.config.commands import EvaluateConfig, TrainConfig
+from manus_jax.config.commands import EndpointConfig, EvaluateConfig, TrainConfig
 from manus_jax.config.server_settings import EnvPoolSettings, VllmSettings
 from manus_jax.config.settings import EngineSettings, EnvSettings, RolloutSettings
 from manus_jax.engines.cached_decoder import CachedDecoder
 from manus_jax.engines.jax_engine import JaxEngine
-from manus_jax.engines.layout import learner_devices, make_layout
+from manus_jax.engines.layout import learner_devices, make_layout, split_devices
 from manus_jax.engines.protocol import Engine
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.loading import PolicySource
 from manus_jax.models.transformer import Params
 from manus_jax.registry import Registry
 from manus_jax.rollout.action_formats import format_for
+from manus_jax.rollout.strategies import check_strategy
 from manus_jax.status import STATUS
 from manus_jax.vllm.open_pool import open_vllm
 from manus_jax.vllm.pool import VllmPool
 
 
 def check_play(env: EnvSettings, rollout: RolloutSettings) -> None:
-    """Raises for an unknown environment, one without a server, or an unsupported format."""
+    """Raises for an unknown strategy, an unknown environment, one without a server, or a format
+    that it does not support."""
     for name in env.names:
         try:
+            register_adapted(name)
             row = environment(name)
-        except ValueError as error:
+        except (ValueError, registry.UnknownEnvironment) as error:
             raise ConfigError(f"env.names: {error}") from None
         if name not in env.urls and name not in registry.ENVIRONMENTS:
             raise ConfigError(
@@ -55,6 +63,8 @@ def check_play(env: EnvSettings, rollout: RolloutSettings) -> None:
             format_for(row, rollout.action_format)
         except ValueError as error:
             raise ConfigError(f"rollout.action_format: {error}") from None
+    check_strategy(rollout, env.names)
+    check_interpreters(env.python)
 
 
 @contextlib.contextmanager
@@ -63,7 +73,9 @@ def open_servers(env: EnvSettings, settings: EnvPoolSettings) -> Iterator[Enviro
     servers = {name: env.urls.get(name, "embedded") for name in env.names}
     with contextlib.ExitStack() as stack:
         try:
-            pool = stack.enter_context(open_environments(servers, env.servers_per_env, settings))
+            pool = stack.enter_context(
+                open_environments(servers, env.servers_per_env, settings, interpreters=env.python)
+            )
         except (ValueError, TypeError) as error:
             raise ConfigError(f"env.urls: {error}") from None
         stack.enter_context(STATUS.serving("environments", pool.problems))
@@ -78,20 +90,28 @@ EngineFactory = Callable[[PolicySource, Params, EngineSettings, Any, int], Engin
 class EngineKind:
     """A registered engine: its class, which declares capabilities, and its factory.
 
-    `reads` are the settings that it reads; `settings` is its own gin group, if it has one.
+    `reads` are the settings that it reads; `settings` is its own gin group, if it has one. Given
+    its own settings, `takes_adapters` says whether its weights are `AdapterWeights` with LoRA, and
+    `returns_experts` whether its generations have the experts of their tokens.
     """
 
     engine: type[Engine]
     open: EngineFactory
     reads: frozenset[str]
     settings: type | None
+    takes_adapters: Callable[[Any], bool]
+    returns_experts: Callable[[Any], bool]
 
 
 ENGINES: Registry[EngineKind] = Registry("engine")
 
 
 def engine_kind(
-    engine: type[Engine], reads: Sequence[str] = ("engine",), settings: type | None = None
+    engine: type[Engine],
+    reads: Sequence[str] = ("engine",),
+    settings: type | None = None,
+    takes_adapters: Callable[[Any], bool] = lambda _: False,
+    returns_experts: Callable[[Any], bool] = lambda _: False,
 ) -> Callable[[EngineFactory], EngineKind]:
     """Decorator: turns `open(source, params, settings, own_settings, max_length)` into an engine.
 
@@ -99,11 +119,16 @@ def engine_kind(
       engine: the class of the engine.
       reads: the settings of `engine.*` that it reads; a binding that it does not read is an error.
       settings: its own gin group (`@settings(name, of_engine=True)`), if it has one.
+      takes_adapters: whether it gets adapters with LoRA, given its own settings; otherwise it gets
+        merged weights.
+      returns_experts: whether its generations have `experts`, given its own settings; the learner
+        then replays them.
     """
 
     def make(factory: EngineFactory) -> EngineKind:
         own = [settings.gin_name] if settings is not None else []  # type: ignore[attr-defined]
-        return EngineKind(engine, factory, setting_names("engine.name", *reads, *own), settings)
+        read = setting_names("engine.name", *reads, *own)
+        return EngineKind(engine, factory, read, settings, takes_adapters, returns_experts)
 
     return make
 
@@ -115,10 +140,10 @@ def unread_by_engine(name: str) -> frozenset[str]:
 
 def read_with_engine(read: frozenset[str], name: str) -> frozenset[str]:
     """The settings that a command reads: its own, `read`, and those of the named engine."""
-    return (read - unread_by_engine(name)) | ENGINES[name].reads
+    return (read - unread_by_engine(name)) | (ENGINES[name].reads - setting_names("engine"))
 
 
-C = TypeVar("C", TrainConfig, EvaluateConfig)
+C = TypeVar("C", TrainConfig, EvaluateConfig, EndpointConfig)
 
 
 def with_engine_settings(config: C) -> C:
@@ -138,17 +163,18 @@ def embedded_decoder(
     arch: Architecture,
     max_length: int,
     mesh: Mesh,
+    devices: Sequence[Any] = (),
     platform: str | None = None,
 ) -> CachedDecoder:
-    """The decoder of the embedded engine on a learner's mesh, without weights or cache.
+    """The decoder of the embedded engine beside a learner's mesh, without weights or cache.
 
-    Its `layout` has the bytes per device, and `programs()` what to compile. With several processes,
-    the engine uses the devices of process 0. `platform` is that of the devices, if those of the
-    mesh are stand-ins. EngineError if the settings do not divide over the devices.
+    Its `layout` has the bytes per device, and `programs()` what to compile. It uses its own
+    `devices` or, if it has none, those of the mesh that belong to process 0. `platform` is that of
+    the devices, if they are stand-ins. EngineError if the settings do not divide over the devices.
     """
     layout = make_layout(
         arch,
-        [device for device in mesh.devices.flat if device.process_index == 0],
+        devices or [device for device in mesh.devices.flat if device.process_index == 0],
         slots=settings.slots,
         max_length=max_length,
         tensor=settings.tensor or mesh.shape["tensor"],
@@ -159,7 +185,7 @@ def embedded_decoder(
     return CachedDecoder(layout, settings.max_steps)
 
 
-_EMBEDDED_READS = ("slots", "cache_tokens", "tensor", "dtype", "max_steps")
+_EMBEDDED_READS = ("slots", "cache_tokens", "devices", "tensor", "dtype", "max_steps")
 
 
 @ENGINES.register("jax")
@@ -167,7 +193,8 @@ _EMBEDDED_READS = ("slots", "cache_tokens", "tensor", "dtype", "max_steps")
 def _embedded(
     source: PolicySource, params: Params, settings: EngineSettings, own: None, max_length: int
 ) -> Engine:
-    devices, tensor = learner_devices(params), settings.tensor or 1
+    _, own_devices = split_devices(settings.devices)
+    devices, tensor = own_devices or learner_devices(params), settings.tensor or 1
     copies = max(1, len(devices) // tensor)
     return JaxEngine(
         source.card.architecture,
@@ -184,7 +211,13 @@ def _embedded(
 
 
 @ENGINES.register("vllm")
-@engine_kind(VllmPool, reads=("engine.slots", "engine.dtype"), settings=VllmSettings)
+@engine_kind(
+    VllmPool,
+    reads=("engine.slots", "engine.dtype"),
+    settings=VllmSettings,
+    takes_adapters=lambda own: own.adapters,
+    returns_experts=lambda own: own.router_replay,
+)
 def _vllm_pool(
     source: PolicySource,
     params: Params,

@@ -2,15 +2,16 @@
 
 Each episode is a job of its own, played by threads that live as long as the run. A group is ready
 when all of its episodes have ended, and the learner takes the ready groups that started first.
-`Admission` decides when the next group starts. Groups that have started but have not been trained
-on are part of a checkpoint: ready ones with their episodes, running ones by their tasks, which are
-played again after a restart.
+`Admission` decides when the next group starts, and `limit_episodes` how many episodes are in
+flight. Groups that have started but have not been trained on are part of a checkpoint: ready ones
+with their episodes, running ones by their tasks, which are played again after a restart.
 """
 
 import dataclasses
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from manus_jax.data.mixture import Mixture
 from manus_jax.engines.cancellation import Cancellation
 from manus_jax.rollout.admission import Admission
-from manus_jax.rollout.runner import GRACE, starting_threads
+from manus_jax.rollout.runner import GRACE, start_threads
 from manus_jax.rollout.trajectory import EpisodeSpec, Outcome
 from manus_jax.rollout.trajectory_files import episode_record, parse_episode
 
@@ -32,14 +33,14 @@ class Group:
 
     number: int
     place: Place
-    outcomes: list[Outcome | None]
+    outcomes: list[Sequence[Outcome] | None]  # of each spec
 
     @property
     def complete(self) -> bool:
         return None not in self.outcomes
 
     def episodes(self) -> list[Outcome]:
-        return [outcome for outcome in self.outcomes if outcome is not None]
+        return [outcome for played in self.outcomes if played is not None for outcome in played]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,6 @@ class Taken:
 
     groups: list[Group]
     dropped: list[Group]
-    seconds: float  # that the learner waited
 
 
 class GroupStream:
@@ -58,10 +58,10 @@ class GroupStream:
       mixture: the tasks; the stream draws from it.
       admission: the state of a new run.
       specs: (number, task's place) → the episodes of a group.
-      play: (spec, number, cancellation) → the scored outcome of an episode. An exception ends the
+      play: (spec, number, cancellation) → the scored outcomes of a spec. An exception ends the
         run: the next `take` raises it.
       accept: whether a complete group can be trained on.
-      threads: episodes in flight.
+      threads: episodes in flight, at most.
       max_dropped: dropped groups after which `take` returns an incomplete batch.
     """
 
@@ -70,7 +70,7 @@ class GroupStream:
         mixture: Mixture,
         admission: Admission,
         specs: Callable[[int, Place], Sequence[EpisodeSpec]],
-        play: Callable[[EpisodeSpec, int, Cancellation], Outcome],
+        play: Callable[[EpisodeSpec, int, Cancellation], Sequence[Outcome]],
         accept: Callable[[Sequence[Outcome]], bool],
         threads: int,
         max_dropped: int,
@@ -86,7 +86,10 @@ class GroupStream:
         self._drawn = 0  # groups
         self._interrupted: list[tuple[int, Place]] = []  # running when the checkpoint was saved
         self._running: dict[int, Group] = {}
+        self._waiting: deque[tuple[int, int, EpisodeSpec]] = deque()  # episodes of running groups
+        self._in_flight, self._limit = 0, threads  # episodes
         self._ready: dict[int, Group] = {}
+        self._batches: dict[int, list[Group]] = {}  # taken, by the update that they are for
         self._dropped: list[Group] = []
         self._error: BaseException | None = None
         self._started = False
@@ -96,9 +99,18 @@ class GroupStream:
         with self._changed:
             return self._admission
 
+    @property
+    def in_flight(self) -> int:
+        """Episodes that are being played."""
+        with self._changed:
+            return self._in_flight
+
     def take(self) -> Taken:
-        """Waits for a batch of groups; fewer if too many groups had to be dropped."""
-        began = time.monotonic()
+        """Waits for a batch of groups; fewer if too many groups had to be dropped.
+
+        A batch may be taken before the update of the previous one. Raises Cancelled when the stream
+        is closed meanwhile.
+        """
         with self._changed:
             self._started = True
             self._fill()
@@ -106,6 +118,7 @@ class GroupStream:
             while self._error is None and len(self._ready) < size:
                 if self._exhausted and not self._running:
                     break
+                self._cancellation.check()
                 self._changed.wait()
             if self._error is not None:
                 raise self._error
@@ -113,21 +126,30 @@ class GroupStream:
             groups = [self._ready.pop(number) for number in numbers]
             dropped, self._dropped = self._dropped, []
             self._admission = self._admission.take()
+            self._batches[self._admission.taken] = groups
             self._fill()
-        return Taken(groups, dropped, time.monotonic() - began)
+        return Taken(groups, dropped)
 
     def publish(self, version: int) -> None:
-        """The engine has new weights: more groups may start."""
+        """The engine has the weights of update `version`: more groups may start."""
         with self._changed:
             self._admission = self._admission.publish(version)
+            self._forget(version)
             self._fill()
 
-    def state(self) -> dict[str, Any]:
-        """Everything that is needed to continue, as JSON."""
+    def limit_episodes(self, count: int) -> None:
+        """Plays at most `count` episodes at a time; those in flight continue."""
         with self._changed:
+            self._limit = count
+            self._submit()
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Everything that is needed to continue after update `step`, as JSON."""
+        with self._changed:
+            self._forget(step)
             unfinished = [[g.number, list(g.place)] for g in self._running.values()]
             waiting = [[number, list(place)] for number, place in self._interrupted]
-            ready = list(self._ready.values())
+            ready = [*(g for batch in self._batches.values() for g in batch), *self._ready.values()]
             state = {
                 "mixture": self._mixture.state(),
                 "drawn": self._drawn,
@@ -152,7 +174,7 @@ class GroupStream:
             for saved in state["ready"]:
                 outcomes = [parse_episode(line).outcome for line in saved["episodes"]]
                 number, (source, row) = saved["number"], saved["place"]
-                self._ready[number] = Group(number, (source, row), [*outcomes])
+                self._ready[number] = Group(number, (source, row), [outcomes])
             self._admission = dataclasses.replace(
                 self._admission,
                 version=version,
@@ -163,9 +185,10 @@ class GroupStream:
 
     def close(self) -> None:
         """Cancels all episodes and waits a few seconds for them to release their environments."""
+        self._cancellation.cancel()
         with self._changed:
             self._started = False
-        self._cancellation.cancel()
+            self._changed.notify_all()
         self._executor.shutdown(wait=False, cancel_futures=True)
         deadline = time.monotonic() + GRACE
         for job in list(self._jobs):
@@ -174,6 +197,10 @@ class GroupStream:
                     job.result(timeout=max(0.0, deadline - time.monotonic()))
                 except TimeoutError:
                     return
+
+    def _forget(self, step: int) -> None:
+        """Drops the batches up to update `step`, which have been trained on."""
+        self._batches = {n: groups for n, groups in self._batches.items() if n > step}
 
     @property
     def _exhausted(self) -> bool:
@@ -195,25 +222,39 @@ class GroupStream:
             self._admission = self._admission.start()
             specs = self._specs(number, place)
             self._running[number] = Group(number, place, [None] * len(specs))
-            with starting_threads(self._threads):
-                for member, spec in enumerate(specs):
-                    job = self._executor.submit(self._work, number, member, spec)
-                    self._jobs.add(job)
-                    job.add_done_callback(self._jobs.discard)
+            self._waiting += [(number, member, spec) for member, spec in enumerate(specs)]
+        self._submit()
+
+    def _submit(self) -> None:
+        """Starts waiting episodes, in order, up to the limit."""
+        startable = lambda: self._started and self._waiting and self._in_flight < self._limit
+        if not startable():
+            return  # to prepare for new threads takes a while
+
+        def submit() -> None:
+            while startable():
+                self._in_flight += 1
+                job = self._executor.submit(self._work, *self._waiting.popleft())
+                self._jobs.add(job)
+                job.add_done_callback(self._jobs.discard)
+
+        start_threads(self._threads, submit)
 
     def _work(self, number: int, member: int, spec: EpisodeSpec) -> None:
         try:
-            outcome = self._play(spec, number, self._cancellation)
+            outcomes = self._play(spec, number, self._cancellation)
         except BaseException as error:  # the learner's next `take` raises it
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
             return
         with self._changed:
+            self._in_flight -= 1
+            self._submit()
             group = self._running.get(number)
             if group is None or not self._started:
                 return
-            group.outcomes[member] = outcome
+            group.outcomes[member] = outcomes
             if not group.complete:
                 return
             del self._running[number]

@@ -10,7 +10,7 @@ from typing import Protocol
 from manus_jax.config.settings import RolloutSettings
 from manus_jax.engines.cancellation import EpisodeCancellation
 from manus_jax.rollout.action_formats import ActionFormat
-from manus_jax.rollout.prompts import Opening
+from manus_jax.rollout.prompts import Opening, TurnPrompt
 from manus_jax.rollout.trajectory import EndReason, EpisodeSpec, Segment
 
 
@@ -23,6 +23,7 @@ class Answer:
     segment: int = 0
     start: int = 0
     stop: int = 0
+    forced: int = 0
 
 
 class EndEpisode(Exception):
@@ -39,8 +40,14 @@ class Player(Protocol):
     prompts_extended: int
     prompts_forked: int
 
-    def observe(self, observation: str) -> str:
-        """Adds an observation; returns it as the player sees it, possibly truncated."""
+    def observe(
+        self, observation: str, replies: bool = False, prompt: TurnPrompt | None = None
+    ) -> str:
+        """Adds an observation; returns it as the player sees it, possibly truncated.
+
+        `replies`: it is the environment's reply to a valid action. `prompt` writes the prompt of
+        the next turn, if that does not continue the conversation.
+        """
 
     def act(self, turn: int) -> Answer:
         """Generates turn number `turn`; may raise EndEpisode."""

@@ -1,19 +1,19 @@
 """Runs many episodes concurrently and returns their outcomes in order.
 
-Each episode in flight has its own thread, which mostly waits for I/O; the pool's leases limit
-concurrency. An exception in an episode is logged and turns that episode into a FailedEpisode,
-without affecting the others.
+Each spec in flight has its own thread, which mostly waits for I/O; `rollout.strategy` plays its
+episode, or several, in that thread. The pool's leases limit concurrency, and `run_slots` lets one
+of the threads run at a time. An exception in an episode is logged and turns that episode into a
+FailedEpisode, without affecting the others.
 """
 
-import contextlib
 import logging
 import queue
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.agentgym.table import environment
@@ -21,10 +21,12 @@ from manus_jax.config.settings import RolloutSettings
 from manus_jax.engines.cancellation import Cancellation
 from manus_jax.errors import UserError
 from manus_jax.rollout.action_formats import format_for
-from manus_jax.rollout.episode import play_episode
 from manus_jax.rollout.player import Agent
-from manus_jax.rollout.trajectory import EpisodeSpec, FailedEpisode, Outcome
+from manus_jax.rollout.strategies import RolloutContext, check_strategy, play_spec
+from manus_jax.rollout.trajectory import EpisodeSpec, FailedEpisode, Outcome, trajectories
+from manus_jax.run_slots import SLOTS, make_room
 from manus_jax.status import STATUS
+from manus_jax.timeline import TIMELINE
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ own timeouts."""
 _POLL = 0.1
 
 OnDone = Callable[[int, Outcome], None]
-"""Called with a spec's index and its outcome, in the caller's thread, when an episode ends."""
+"""Called with a spec's index and an outcome, in the caller's thread, when its episode ends."""
 
 
 class ThreadLimit(UserError, RuntimeError):
@@ -54,6 +56,8 @@ def run_episodes(
     stop: threading.Event | None = None,
 ) -> list[Outcome]:
     """Plays all episodes and returns their outcomes in the order of `specs`.
+
+    A strategy may make several episodes of a spec; they follow each other.
 
     When `stop` is set, episodes in flight are cancelled, their environments are released, and
     unfinished episodes become FailedEpisode "cancelled". Ctrl-C and exceptions in `on_done` also
@@ -77,6 +81,7 @@ def check_specs(
     """Raises ValueError unless every spec names an item that the agent can play in an open pool."""
     if len({spec.uid for spec in specs}) < len(specs):
         raise ValueError("two episodes have the same uid; they would draw the same random numbers")
+    check_strategy(settings)
     for spec in specs:
         if spec.task.env is None or spec.task.item is None:
             raise ValueError(f"{spec.uid}: task {spec.task.item_id!r} names no environment's item")
@@ -104,15 +109,17 @@ class _Run:
         self._cancellation = Cancellation()
         self._threads = max(1, min(settings.max_in_flight, len(specs)))
         self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="episode")
-        self._ended: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
-        self._outcomes: dict[int, Outcome] = {}
+        self._ended: queue.SimpleQueue[tuple[int, list[Outcome]]] = queue.SimpleQueue()
+        self._outcomes: dict[int, list[Outcome]] = {}
         self._begun: set[int] = set()
         self._failures = FailureLog()
 
     def start(self) -> None:
-        with starting_threads(self._threads):
+        def submit() -> None:
             for index in range(len(self._specs)):
                 self._executor.submit(self._work, index)
+
+        start_threads(self._threads, submit)
         self._executor.shutdown(wait=False)
 
     def collect(self, on_done: OnDone | None, stop: threading.Event | None) -> None:
@@ -121,12 +128,13 @@ class _Run:
                 self.cancel()
                 return
             try:
-                index, outcome = self._ended.get(timeout=None if stop is None else _POLL)
+                index, outcomes = self._ended.get(timeout=None if stop is None else _POLL)
             except queue.Empty:
                 continue
-            self._outcomes[index] = outcome
+            self._outcomes[index] = outcomes
             if on_done is not None:
-                on_done(index, outcome)
+                for outcome in outcomes:
+                    on_done(index, outcome)
 
     def cancel(self) -> None:
         """Cancels all episodes and waits up to GRACE seconds for them to end."""
@@ -135,24 +143,26 @@ class _Run:
         deadline = time.monotonic() + GRACE
         while left := self._begun - self._outcomes.keys():
             try:
-                index, outcome = self._ended.get(timeout=max(0.0, deadline - time.monotonic()))
+                index, outcomes = self._ended.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 _log.warning(
                     "%d cancelled episodes are still waiting for their environment", len(left)
                 )
                 return
-            self._outcomes[index] = outcome
+            self._outcomes[index] = outcomes
 
     def outcomes(self) -> list[Outcome]:
         self._failures.report()
         return [
-            self._outcomes.get(index) or FailedEpisode(spec, "cancelled", "the run was cancelled")
+            outcome
             for index, spec in enumerate(self._specs)
+            for outcome in self._outcomes.get(index)
+            or [FailedEpisode(spec, "cancelled", "the run was cancelled")]
         ]
 
     def _work(self, index: int) -> None:
         self._begun.add(index)
-        outcome = play_safely(
+        outcomes = play_safely(
             self._specs[index],
             self._agent,
             self._pool,
@@ -160,7 +170,7 @@ class _Run:
             self._cancellation,
             self._failures,
         )
-        self._ended.put((index, outcome))
+        self._ended.put((index, outcomes))
 
 
 class FailureLog:
@@ -195,36 +205,75 @@ def play_safely(
     settings: RolloutSettings,
     cancellation: Cancellation,
     failures: FailureLog,
-) -> Outcome:
-    """Plays an episode and counts it in the run's status; an exception makes it a FailedEpisode."""
+) -> list[Outcome]:
+    """Plays a spec and counts its episodes in the run's status; an exception makes it a
+    FailedEpisode."""
     STATUS.count(episodes_in_flight=1)
-    outcome: Outcome
+    began = time.monotonic()
     try:
-        outcome = play_episode(spec, agent, pool, settings, cancellation)
-        if isinstance(outcome, FailedEpisode) and failures.is_new(outcome):
-            _log.warning("episode %s is dropped (%s): %s", spec.uid, outcome.kind, outcome.error)
+        with SLOTS.member():
+            outcomes = play_spec(spec, RolloutContext(agent, pool, settings, cancellation))
+        for failed in outcomes:
+            if isinstance(failed, FailedEpisode) and failures.is_new(failed):
+                uid, kind = failed.spec.uid, failed.kind
+                _log.warning("episode %s is dropped (%s): %s", uid, kind, failed.error)
     except BaseException as error:  # including SystemExit: the caller waits for an outcome
         where = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{type(error).__name__}: {error} (in {where.name})"
-        outcome = FailedEpisode(spec, "error", message)
-        if failures.is_new(outcome, type(error).__name__, where.name):
+        failed = FailedEpisode(spec, "error", message)
+        outcomes = [failed]
+        if failures.is_new(failed, type(error).__name__, where.name):
             _log.exception("episode %s failed", spec.uid)
-    failed = isinstance(outcome, FailedEpisode)
+    for outcome in outcomes:
+        _add_to_timeline(outcome, began)
+    played = trajectories(outcomes)
     STATUS.count(
         episodes_in_flight=-1,
-        episodes_finished=int(not failed),
-        episodes_failed=int(failed),
-        tokens=0 if isinstance(outcome, FailedEpisode) else outcome.agent_tokens,
+        episodes_finished=len(played),
+        episodes_failed=len(outcomes) - len(played),
+        tokens=sum(trajectory.agent_tokens for trajectory in played),
     )
-    return outcome
+    return outcomes
 
 
-@contextlib.contextmanager
-def starting_threads(count: int) -> Iterator[None]:
-    """In this block, executors start threads with small stacks, `count` at most."""
+def _add_to_timeline(outcome: Outcome, began: float) -> None:
+    if isinstance(outcome, FailedEpisode):
+        TIMELINE.add("environments", f"{outcome.spec.uid}: {outcome.kind}", began)
+        return
+    TIMELINE.add(
+        "environments",
+        outcome.uid,
+        began,
+        turns=len(outcome.turns),
+        engine_s=round(sum(turn.generation_seconds for turn in outcome.turns), 3),
+        environment_s=round(sum(turn.environment_seconds for turn in outcome.turns), 3),
+    )
+
+
+def start_threads(count: int, submit: Callable[[], None]) -> None:
+    """Calls `submit`, in which executors start threads with small stacks, `count` at most.
+
+    It runs in a daemon thread, unless the caller is in one, so that the threads are daemons too: up
+    to Python 3.12, every start of another thread searches a set of all of these. Executors wait for
+    their threads at the end of the program in any case.
+    """
+    make_room(count)
+    submitted: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            submit()
+            submitted.set_result(None)
+        except BaseException as error:  # raised below
+            submitted.set_exception(error)
+
     before = threading.stack_size(STACK_BYTES)  # a global setting of new threads
     try:
-        yield
+        if threading.current_thread().daemon:
+            run()
+        else:
+            threading.Thread(target=run, name="start episodes", daemon=True).start()
+        submitted.result()
     except RuntimeError as error:
         raise ThreadLimit(
             f"{count} threads cannot be started ({error}); lower rollout.max_in_flight"

@@ -1,8 +1,8 @@
 """The outcome of an episode: its exact tokens, turns and rewards, or the reason for its failure.
 
 Tokens are stored once, in segments, and a turn is a span of a segment. Most episodes consist of one
-append-only segment. When bounded memory rewrites the history, the next prompt starts a new segment
-in which only the new turns are trained, so that no token is trained twice.
+append-only segment. When bounded memory or the chat template rewrites the history, the next prompt
+starts a new segment in which only the new turns are trained, so that no token is trained twice.
 """
 
 import dataclasses
@@ -52,7 +52,8 @@ class Turn:
     """One turn of the agent and its result.
 
     Its tokens, including a sampled end-of-turn token, are `start` to `stop` of segment `segment`.
-    Players without tokens have no segments, and their turns have an empty span.
+    `forced` of them end a thought that reached its token limit; they were not sampled. Players
+    without tokens have no segments, and their turns have an empty span.
     """
 
     text: str
@@ -65,6 +66,7 @@ class Turn:
     segment: int = 0
     start: int = 0
     stop: int = 0
+    forced: int = 0
     generation_seconds: float = 0.0
     environment_seconds: float = 0.0
 
@@ -84,7 +86,8 @@ class Segment:
     """A sequence of exact tokens; all arrays are [T].
 
     `loss_mask` marks the tokens sampled by the agent. For all others, `log_probs` is 0, and
-    `versions` and `turn_ids` (indexes of the episode's turns) are -1.
+    `versions` and `turn_ids` (indexes of the episode's turns) are -1. `experts` are those that the
+    engine chose for each token and layer, -1 where they are not known.
     """
 
     token_ids: np.ndarray  # int32
@@ -92,6 +95,7 @@ class Segment:
     log_probs: np.ndarray  # float32, of the distribution that was sampled from
     versions: np.ndarray  # int32, of the weights that sampled the token
     turn_ids: np.ndarray  # int32
+    experts: np.ndarray | None = None  # int16 [T, layers, experts per token]
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -113,6 +117,8 @@ class Trajectory:
     prompts_extended: int = 0  # prompts that extend all previous tokens
     prompts_forked: int = 0  # prompts with a rewritten history
     score: Score | None = None  # of the reward function; None: the environment reward is used
+    parent: str | None = None  # the uid of the episode that it branches from
+    branch_turn: int = 0  # the first turn of its own; the turns before it are the parent's
 
     @property
     def uid(self) -> str:
@@ -141,8 +147,18 @@ class Trajectory:
         return earned + math.fsum(turn.penalty for turn in self.turns)
 
     @property
+    def own_turns(self) -> tuple[Turn, ...]:
+        """The turns without those of the parent, which are replayed."""
+        return self.turns[self.branch_turn :]
+
+    @property
     def agent_tokens(self) -> int:
-        return sum(turn.stop - turn.start for turn in self.turns)
+        return sum(turn.stop - turn.start - turn.forced for turn in self.own_turns)
+
+    @property
+    def forked_tokens(self) -> int:
+        """Tokens of the history that forks of the stream repeat."""
+        return sum(int(segment.loss_mask.argmax()) for segment in self.segments[1:])
 
     @property
     def observations(self) -> tuple[str, ...]:
@@ -161,7 +177,7 @@ class FailedEpisode:
     """An episode that could not be completed and must not be used for training.
 
     `kind` is its name in the counters: a kind of EnvironmentFailure, or engine, prompt_too_long,
-    overdue, reward, cancelled, error.
+    overdue, program, reward, cancelled, error.
     """
 
     spec: EpisodeSpec

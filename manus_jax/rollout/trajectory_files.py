@@ -3,12 +3,14 @@
 Derived data is not written. A turn is a span of a segment, so masks, turn ids and the padding of
 log-probs are reconstructed from the spans when a file is read. Advantages are not part of a
 trajectory, because they depend on the other episodes of the step; they are stored next to the
-log-probs of each turn.
+log-probs of each turn. The last field of a line is a checksum of the others. It covers their
+values, so that a tool that writes the JSON differently does not invalidate it.
 """
 
 import dataclasses
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import numpy as np
 
 from manus_jax.data.chat import Message
 from manus_jax.data.tasks import Task
+from manus_jax.files import open_file
 from manus_jax.rewards import Score
 from manus_jax.rollout.trajectory import (
     EpisodeSpec,
@@ -37,7 +40,8 @@ _SCALARS = (
     "prompts_forked",
     "first_observation",
 )
-
+_BRANCH = ("parent", "branch_turn")
+_CHECKSUM = "checksum"
 
 _BROKEN = (
     ValueError,
@@ -74,30 +78,57 @@ def write_trajectories(
     path = Path(directory) / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    with work.open("w", encoding="utf-8") as file:
+    with work.open("wb") as file:
         for outcome in outcomes:
             learned = (advantages or {}).get(outcome.spec.uid)
-            record = json.dumps(episode_record(outcome, learned), ensure_ascii=False, default=str)
-            # Lone surrogates in a model's text cannot be encoded as UTF-8.
-            file.write(record.encode("utf-8", "replace").decode("utf-8") + "\n")
+            record = _encoded(episode_record(outcome, learned))
+            file.write(record[:-1] + f', "{_CHECKSUM}": "{zlib.crc32(record):08x}"}}\n'.encode())
     work.replace(path)
     return path
 
 
+def _encoded(record: dict[str, Any]) -> bytes:
+    # Lone surrogates in a model's text cannot be encoded as UTF-8.
+    return json.dumps(record, ensure_ascii=False, default=str).encode("utf-8", "replace")
+
+
 def read_trajectories(path: str | os.PathLike[str]) -> Iterator[Outcome]:
-    """The outcomes in a file, in order; ValueError names a line that cannot be parsed."""
-    with Path(path).open(encoding="utf-8", errors="replace") as file:
+    """The outcomes in a file, in order; ValueError names a line that cannot be parsed, or whose
+    content does not match its checksum."""
+    with open_file(Path(path)) as file:
         for number, line in enumerate(file, start=1):
             try:
-                yield parse_episode(line).outcome
+                record = _parsed(line)
+                _verify(record)
+                yield _episode(record).outcome
             except ValueError as error:
                 raise ValueError(f"{path} line {number} is no trajectory: {error}") from error
 
 
 def parse_episode(line: str | bytes) -> LoggedEpisode:
-    """Parses one line of a file; raises ValueError if it is not an episode."""
+    """Parses one line of a file, damaged or not; raises ValueError if it is not an episode."""
+    return _episode(_parsed(line))
+
+
+def _parsed(line: str | bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = json.loads(line if isinstance(line, str) else line.decode("utf-8", "replace"))
+    except RecursionError as error:
+        raise ValueError(repr(error)) from error
+    if not isinstance(record, dict):
+        raise ValueError("it is not a JSON object")
+    return record
+
+
+def _verify(record: dict[str, Any]) -> None:
+    """Raises ValueError if a record has a checksum that is not its own, and removes it."""
+    expected = record.pop(_CHECKSUM, None)
+    if expected is not None and expected != f"{zlib.crc32(_encoded(record)):08x}":
+        raise ValueError(f"it does not match its checksum; if it was edited, remove {_CHECKSUM!r}")
+
+
+def _episode(record: dict[str, Any]) -> LoggedEpisode:
+    try:
         spans = [turn.pop("advantages", None) for turn in record.get("turns", ())]
         outcome = _outcome(record)
         if isinstance(outcome, FailedEpisode) or not spans or None in spans:
@@ -122,9 +153,10 @@ def episode_record(
         "episode_reward": outcome.episode_reward,
         **{name: getattr(outcome, name) for name in _SCALARS},
         "score": None if outcome.score is None else dataclasses.asdict(outcome.score),
-        "opening": [[message.role, message.content] for message in outcome.opening],
+        "opening": [[message.role, message.text] for message in outcome.opening],
         "turns": [_turn_record(turn, outcome.segments, advantages) for turn in outcome.turns],
         "segments": [segment.token_ids.tolist() for segment in outcome.segments],
+        **({name: getattr(outcome, name) for name in _BRANCH} if outcome.parent else {}),
     }
 
 
@@ -173,6 +205,7 @@ def _outcome(record: dict[str, Any]) -> Outcome:
         segments=segments,
         score=score,
         **{name: record[name] for name in _SCALARS},
+        **{name: record[name] for name in _BRANCH if name in record},
     )
 
 
@@ -187,5 +220,16 @@ def _segment(
     for number, (turn, (probs, made_by)) in enumerate(zip(turns, spans, strict=True)):
         if turn.segment == index:
             span = slice(turn.start, turn.stop)
-            log_probs[span], versions[span], turn_ids[span] = probs, made_by, number
-    return Segment(np.array(ids, np.int32), turn_ids >= 0, log_probs, versions, turn_ids)
+            size = turn.stop - turn.start
+            if turn.start < 0 or turn.stop > len(ids) or (len(probs), len(made_by)) != (size, size):
+                raise ValueError(f"the tokens of turn {number} are not those of a segment")
+            log_probs[span], versions[span] = probs, _integers(made_by)
+            turn_ids[span] = np.where(versions[span] >= 0, number, -1)  # -1: forced, not sampled
+    return Segment(_integers(ids), turn_ids >= 0, log_probs, versions, turn_ids)
+
+
+def _integers(values: Sequence[int]) -> np.ndarray:
+    """int32 [n]; unlike NumPy, refuses other numbers and text instead of converting them."""
+    if not all(type(value) is int for value in values):
+        raise ValueError("token ids and versions are whole numbers")
+    return np.array(values, np.int32)

@@ -4,13 +4,18 @@ On Linux the kernel sends SIGNAL to this process when the parent dies, so even a
 does not outlive a trainer that was killed.
 """
 
+import contextlib
 import ctypes
 import os
 import runpy
 import signal
 import sys
+import time
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_SECONDS = 0.05
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
@@ -19,6 +24,26 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         sys.exit("the parent process is gone")
+
+
+def adopt_orphans() -> None:
+    """Makes processes whose parents end children of this one, instead of the machine's first."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_children(seconds: float) -> None:
+    """Waits until this process has no children; kills those that are left when time is up."""
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(ChildProcessError):  # there are none
+        while True:
+            if os.waitpid(-1, os.WNOHANG) != (0, 0):
+                continue
+            if time.monotonic() > deadline:
+                for task in Path("/proc/self/task").iterdir():
+                    for child in (task / "children").read_text().split():
+                        os.kill(int(child), signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
 
 
 def main() -> None:

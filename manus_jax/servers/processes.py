@@ -30,7 +30,7 @@ from manus_jax.errors import UserError
 from manus_jax.servers.health import BackOff
 
 _log = logging.getLogger(__name__)
-_ANNOUNCEMENT = re.compile(r"serving (?:\S+ at )?(https?://\S+)")
+_ANNOUNCEMENT = re.compile(r"serving (?:.+ at )?(https?://\S+)")
 _POLL = 0.1
 _TAIL_LINES = 20
 _MAX_LINE = 1 << 16  # characters; a longer line is read in parts
@@ -81,6 +81,7 @@ class ServerCommand:
     prefix: str = ""  # a path in the announced address that is not part of the server's root
     log: Path | None = None  # all output; that of a restarted server goes to NAME-2.log, …
     parent_death_signal: int = signal.SIGKILL
+    python: str = sys.executable
 
 
 class ServerProcess:
@@ -92,7 +93,7 @@ class ServerProcess:
         self.url: str | None = None
         self._log = None if command.log is None else _unused(command.log)
         self._lines: deque[str] = deque(maxlen=_TAIL_LINES)
-        launcher = [sys.executable, "-m", "manus_jax.servers.launch", str(os.getpid())]
+        launcher = [command.python, "-m", "manus_jax.servers.launch", str(os.getpid())]
         launcher += [str(int(command.parent_death_signal)), command.module]
         self._process = subprocess.Popen(
             [*launcher, *command.arguments],
@@ -140,11 +141,11 @@ class ServerProcess:
         self._process.wait()
         self._reader.join(timeout=1.0)
 
-    def describe_end(self) -> str:
-        """The exit status and what the process wrote last."""
+    def describe_output(self) -> str:
+        """What the process wrote last, and where the rest is."""
         log = self._log
         written = self.tail if log is None else f"{self.tail[-300:]}\n(all output: {log})"
-        return f"ended with status {self.exit_status}; it wrote:\n{written}"
+        return f"it wrote:\n{written}"
 
     def _read(self) -> None:
         # Reading continues after the announcement, and when the log cannot be written: a server
@@ -210,6 +211,7 @@ class ServerSupervisor:
         self._settings = settings or SupervisorSettings()
         self.on_serving = on_serving
         self.on_given_up = on_given_up
+        self.failures = 0  # servers that died or did not come up, restarted or not
         self._slots = [ServerSlot(command) for command in commands]
         self._started = threading.Event()
         self._stopping = threading.Event()
@@ -273,13 +275,15 @@ class ServerSupervisor:
         """Why a process that does not serve yet never will; None while it still may."""
         assert process is not None
         if process.exit_status is not None:
+            self.failures += 1
             process.wait(self._settings.stop_timeout)
-            return process.describe_end()
+            return f"ended with status {process.exit_status}; {process.describe_output()}"
         if time.monotonic() - process.started_at > self._settings.startup_timeout:
+            self.failures += 1
             process.kill()
             process.wait(self._settings.stop_timeout)
             limit = self._settings.startup_timeout
-            return f"did not serve within {limit:g} s; it wrote:\n{process.tail}"
+            return f"did not serve within {limit:g} s; {process.describe_output()}"
         return None
 
     def _watch(self, slot: ServerSlot, now: float) -> None:

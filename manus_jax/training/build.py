@@ -7,14 +7,16 @@ code; servers, engine and everything else that rollouts need exist on process 0 
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import jax
+from typing import Any
 
 from manus_jax.agentgym.environments import check_items
 from manus_jax.agentgym.pool import EnvironmentPool
+from manus_jax.agentgym.table import environment
 from manus_jax.algorithms.recipes import Recipe
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.commands import READS, SftConfig, TrainConfig
@@ -22,23 +24,28 @@ from manus_jax.config.run_config import config_text
 from manus_jax.config.settings import (
     DataSettings,
     EnvSettings,
+    LoraSettings,
     RolloutSettings,
     SftSettings,
     TrainSettings,
+    WarmStartSettings,
 )
+from manus_jax.data.chat import CHATML
+from manus_jax.data.chat_template import template_arguments
 from manus_jax.data.mixture import Mixture
 from manus_jax.data.tasks import Task, read_tasks, without
+from manus_jax.engines.layout import split_devices
 from manus_jax.evaluation.eval_sets import EvalSet, make_eval_set, playable_tasks, split_tasks
 from manus_jax.evaluation.play import evaluate_policy
 from manus_jax.files import write_atomically
-from manus_jax.learner.learner import Learner, Reference
-from manus_jax.learner.mesh import check_batch, check_model, make_mesh, param_shardings
-from manus_jax.learner.update import require_finite
+from manus_jax.learner.mesh import check_batch, check_model, make_mesh
 from manus_jax.models import loading
 from manus_jax.models.attention import check_platform
-from manus_jax.models.loading import PolicySource
-from manus_jax.models.transformer import critic_from_policy, make_compute
+from manus_jax.models.huggingface import ModelCard
+from manus_jax.models.lora import make_lora
+from manus_jax.models.transformer import make_compute
 from manus_jax.rewards import RewardSettings
+from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
 from manus_jax.rollout.build_rollout import (
     ENGINES,
@@ -47,31 +54,37 @@ from manus_jax.rollout.build_rollout import (
     open_engine,
     open_servers,
 )
-from manus_jax.rollout.llm_player import EngineAgent
+from manus_jax.rollout.llm_player import ChatTokenizer, EngineAgent
 from manus_jax.rollout.player import Agent
+from manus_jax.rollout.recorded import RecordedError, read_recorded
 from manus_jax.rollout.runner import run_episodes
+from manus_jax.rollout.strategies import episodes_per_spec, for_validation, plain_episodes
 from manus_jax.rollout.traces import conversation_of
-from manus_jax.rollout.trajectory import episode_specs, trajectories
+from manus_jax.rollout.trajectory import Trajectory, episode_specs, trajectories
 from manus_jax.training import supervised
 from manus_jax.training.checkpoints import Checkpoints
+from manus_jax.training.export import describe_adapters, engine_weights
 from manus_jax.training.failures import first_error
 from manus_jax.training.job import Job
 from manus_jax.training.learner_specs import (
+    check_experts,
     check_lengths,
     check_memory,
-    critic_spec,
+    check_reference,
     make_recipe,
     policy_lr,
-    policy_spec,
+    replays_experts,
 )
 from manus_jax.training.metric_sinks import check_sinks
+from manus_jax.training.policies import build_learners
 from manus_jax.training.rollouts import Rollouts
 from manus_jax.training.run_directory import RunDirectory
 from manus_jax.training.trainer import Trainer
 from manus_jax.vllm.open_pool import check_servers
-from manus_jax.weights.host_tensors import gather_to_host
+from manus_jax.weights.host_tensors import types_of
 
 _TRACES = "traces.jsonl"
+_TRIED_TASKS = 1000  # of each source, with the reward function
 Sources = list[tuple[str, list[Task], float]]
 
 
@@ -99,21 +112,28 @@ def read_task_sources(
 def check_sizes(config: TrainConfig, recipe: Recipe) -> None:
     """Raises ConfigError if the lengths, group sizes and batch sizes are inconsistent."""
     check_lengths(config)
-    if config.algorithm.critic_warmup and not recipe.needs_critic:
+    if config.rollout.temperature == 0 and not config.train.val_only:
         raise ConfigError(
-            f"algorithm.critic_warmup = {config.algorithm.critic_warmup}, and recipe {recipe.name} "
-            "has no critic"
+            "rollout.temperature = 0 always plays the most likely tokens, and training needs "
+            "episodes that differ; train.val_temperature is the temperature of validations"
         )
-    if recipe.needs_groups and config.train.group_size < 2:
+    episodes = config.train.group_size * episodes_per_spec(config.rollout)
+    if recipe.needs_groups and episodes < 2:
         raise ConfigError(
             f"recipe {recipe.name} compares episodes of one task with each other: "
             "train.group_size must be at least 2"
         )
     warm_start = config.warm_start
-    if warm_start.steps and round(warm_start.random_share * warm_start.traces) == warm_start.traces:
+    by_random = round(warm_start.random_share * warm_start.traces)
+    if warm_start.steps and warm_start.random_share < 1 and by_random == warm_start.traces:
         raise ConfigError(
             f"warm_start.random_share = {warm_start.random_share} of warm_start.traces = "
             f"{warm_start.traces} leaves no episode to the oracle"
+        )
+    if warm_start.steps and config.rollout.prompt_source == "per_turn":
+        raise ConfigError(
+            "a warm start fine-tunes on conversations, and with rollout.prompt_source = 'per_turn' "
+            "there are none: set warm_start.steps to 0"
         )
     if config.model.path is None and warm_start.steps == 0:
         raise ConfigError(
@@ -127,11 +147,27 @@ def _check_items(config: TrainConfig) -> None:
     needed_by = {
         "data.train_files is empty": not config.data.train_files,
         "train.baselines has 'oracle'": "oracle" in config.train.baselines,
-        "warm_start.steps > 0 uses the oracle": config.warm_start.steps > 0,
+        "warm_start.steps > 0 uses the oracle": _uses_oracle(config.warm_start),
     }
     for purpose, needed in needed_by.items():
         if needed:
             check_items(config.env.urls, config.env_pool, purpose)
+
+
+def _uses_oracle(settings: WarmStartSettings) -> bool:
+    return settings.steps > 0 and settings.random_share < 1
+
+
+def _check_oracle(config: TrainConfig) -> None:
+    """Raises ConfigError if the warm start needs an oracle that an environment does not have."""
+    for env in config.env.names if _uses_oracle(config.warm_start) else ():
+        try:
+            OraclePolicy().check(env, config.rollout)
+        except ValueError as error:
+            raise ConfigError(
+                f"warm_start.steps > 0: {error}; with warm_start.random_share = 1, a random policy "
+                "plays all episodes"
+            ) from None
 
 
 def _baselines(
@@ -166,27 +202,47 @@ def play_traces(
     random_tasks = round(settings.random_share * len(tasks))
     specs = episode_specs(tasks)
     policy = RandomPolicy(config.train.seed)
-    random_episodes = run_episodes(specs[:random_tasks], policy, pool, config.rollout)
+    rollout = plain_episodes(config.rollout)
+    random_episodes = run_episodes(specs[:random_tasks], policy, pool, rollout)
     # The oracle plays every task to its end, even if the turn limit of the agent is lower.
-    unlimited = dataclasses.replace(config.rollout, max_turns=1000)
-    demonstrations = run_episodes(specs[random_tasks:], OraclePolicy(), pool, unlimited)
+    unlimited = dataclasses.replace(rollout, max_turns=1000)
+    demonstrations = []
+    if random_tasks < len(specs):  # else there may be no oracle
+        demonstrations = run_episodes(specs[random_tasks:], OraclePolicy(), pool, unlimited)
     kept = [t for t in trajectories(demonstrations) if t.success]
-    if not kept:
+    if demonstrations and not kept:
         raise ConfigError(
             f"the oracle won none of {len(demonstrations)} training tasks. "
             + first_error(demonstrations)
         )
     kept += trajectories(random_episodes)
-    lines = (
-        json.dumps({"item_id": t.task.item_id, "conversations": conversation_of(t)}) + "\n"
-        for t in kept
-    )
-    write_atomically(traces, "".join(lines))
+    if not kept:
+        raise ConfigError(
+            f"no episode of the warm start was played. {first_error(random_episodes)}"
+        )
+    write_atomically(traces, "".join(_trace(t, config.rollout.action_format) for t in kept))
 
 
-def warm_start(config: TrainConfig, directory: RunDirectory, job: Job) -> Path:
-    """Fine-tunes on the traces; returns the path of the resulting model."""
+def _trace(trajectory: Trajectory, format_name: str) -> str:
+    assert trajectory.task.env is not None
+    tools = format_for(environment(trajectory.task.env), format_name).tools
+    conversation = conversation_of(trajectory, calls_tools=bool(tools))
+    record = {"item_id": trajectory.task.item_id, "conversations": conversation}
+    return json.dumps(record | ({"tools": tools} if tools else {})) + "\n"
+
+
+def warm_start(
+    config: TrainConfig, directory: RunDirectory, job: Job, devices: Sequence[Any] | None = None
+) -> Path:
+    """Fine-tunes on the traces, on the learner's devices; returns the path of the resulting model.
+
+    With LoRA, a model from scratch is trained as a whole, and a given one with adapters, which are
+    then merged with it: the run starts with new adapters.
+    """
     settings = config.warm_start
+    lora = LoraSettings()
+    if config.model.path is not None and config.lora.rank is not None:
+        lora = dataclasses.replace(config.lora, export_merged=True)
     export = job.count == 1  # with several processes, each reads its shards of the checkpoint
     sft = SftSettings(
         run_dir=str(directory.warm_start),
@@ -195,6 +251,7 @@ def warm_start(config: TrainConfig, directory: RunDirectory, job: Job) -> Path:
         seed=config.train.seed,
         save_freq=settings.steps,
         test_freq=settings.steps,
+        loss_on=settings.loss_on,
         max_bad_updates=config.train.max_bad_updates,
         strict_resume=config.train.strict_resume,
         export=export,
@@ -210,18 +267,30 @@ def warm_start(config: TrainConfig, directory: RunDirectory, job: Job) -> Path:
         config.data,
         train_files=(str(directory.warm_start / _TRACES),),
         train_weights=(),
+        stage_tasks=0,
         val_files=(),
         overlong="cut",
     )
     fine_tuning = SftConfig(
-        sft, data, config.model, config.scratch, optimizer, config.mesh, config.compute
+        sft,
+        data,
+        config.model,
+        config.scratch,
+        optimizer,
+        config.mesh,
+        config.compute,
+        chat=config.chat,
+        lora=lora,
     )
     # A relative path, so that the run directory can be moved.
     written = dataclasses.replace(
         fine_tuning, data=dataclasses.replace(data, train_files=(_TRACES,))
     )
-    supervised.run(fine_tuning, config_text(written, READS["sft"]), job)
-    return directory.warm_start / "export" / str(settings.steps) if export else directory.warm_start
+    supervised.run(fine_tuning, config_text(written, READS["sft"]), job, devices)
+    if not export:
+        return directory.warm_start
+    name = f"{settings.steps}-merged" if lora.rank else str(settings.steps)
+    return directory.warm_start / "export" / name
 
 
 @contextlib.contextmanager
@@ -230,36 +299,77 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
     train, data = config.train, config.data
     recipe = make_recipe(config.algorithm)
     check_sizes(config, recipe)
+    check_reference(config)
     check_sinks(train)
     reward = RewardSettings(config.algorithm.reward, config.algorithm.reward_parameters)
     rollout = config.rollout
     check_play(config.env, rollout)
+    _check_oracle(config)
     if config.model.path is not None:
         loading.require_path(Path(config.model.path))
-    mesh = make_mesh(**dataclasses.asdict(config.mesh))
+    devices, engine_devices = split_devices(config.engine.devices)
+    mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
     kernel = make_compute(**dataclasses.asdict(config.compute), mesh=mesh).kernel
     check_platform(kernel.implementation, mesh)
     check_batch(data.rows, data.max_length, mesh, kernel.implementation)
     job.on_primary(lambda: _check_items(config))
     sources, eval_set = read_task_sources(data, config.env, train.val_tasks)
-    mixture = Mixture(sources, train.seed)
+    mixture = Mixture(sources, train.seed, data.stage_tasks)
+    if config.algorithm.on_reward_error == "raise":
+        for task in itertools.chain.from_iterable(tasks[:_TRIED_TASKS] for _, tasks, _ in sources):
+            reward.try_task(task.item_id, task.ground_truth, env=task.env, extra=task.extra)
     baselines = _baselines(train, eval_set, rollout)
     if config.model.path is not None:
-        arch = loading.from_path(Path(config.model.path)).card.architecture
+        source = loading.from_path(Path(config.model.path))
+        arch = source.card.architecture
+        chat_tokenizer = ChatTokenizer(source.tokenizer, config.chat)
+        for env in config.env.names:
+            chat_tokenizer.check(env, rollout)
     else:
         assert config.scratch is not None
         arch = loading.scratch_architecture(config.scratch)
+        template_arguments(CHATML, config.chat)
+        if any(format_for(environment(n), rollout.action_format).tools for n in config.env.names):
+            raise ConfigError(
+                f"rollout.action_format = {rollout.action_format!r} needs a model whose chat "
+                "template shows tools; that of a model from scratch does not"
+            )
+    check_experts(config.model, arch, replays_experts(config))
     check_model(arch, mesh, kernel.implementation)
+    lora = make_lora(config.lora, arch)
+    recorded: list[Trajectory] = []
+    if train.trajectories:
+        if config.model.path is None:
+            raise ConfigError("train.trajectories needs model.path: a model with their tokenizer")
+        own = Path(train.run_dir).expanduser().resolve()
+        for listed in train.trajectories:
+            if Path(listed).expanduser().resolve().is_relative_to(own):
+                raise RecordedError(
+                    f"train.trajectories: {listed} is in train.run_dir, where this run writes its "
+                    "own; choose another run_dir"
+                )
+        paths, vocabulary = train.trajectories, source.tokenizer.get_vocab()
+        read = lambda: read_recorded(paths, data.max_length, arch.vocab_size, vocabulary)
+        recorded = job.on_primary(read) or []
     held = 0
     engine_settings = dataclasses.replace(
         config.engine, tensor=config.engine.tensor or mesh.shape["tensor"]
     )
     if ENGINES[config.engine.name].engine.on_learner_device:
-        layout = embedded_decoder(engine_settings, arch, rollout.max_total_tokens, mesh).layout
-        held = layout.device_bytes * layout.mesh.size
-    check_memory(arch, data, mesh, held)
+        layout = embedded_decoder(
+            engine_settings, arch, rollout.max_total_tokens, mesh, engine_devices
+        ).layout
+        held = 0 if engine_devices else layout.device_bytes * layout.mesh.size
+    frozen_itemsize = 0 if lora is None else 2 if config.compute.dtype == "bfloat16" else 4
+    check_memory(arch, data, mesh, held, frozen_itemsize)
     served = None if config.model.path is None else arch  # a tokenizer may still change it
-    job.on_primary(lambda: check_servers(config.engine_settings, rollout.max_total_tokens, served))
+    own, length = config.engine_settings, rollout.max_total_tokens
+    send_adapters = lora is not None and ENGINES[config.engine.name].takes_adapters(own)
+    rank = config.lora.rank if send_adapters else None
+    base = None if rank is None or config.warm_start.steps else config.model.path
+    job.on_primary(
+        lambda: check_servers(own, length, served, rank, None if base is None else Path(base))
+    )
     opened = job.on_primary(lambda: RunDirectory(train.run_dir, operative_config))
     directory = opened or RunDirectory(train.run_dir, "")
 
@@ -270,11 +380,12 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
         path = config.model.path
         if config.warm_start.steps:
             job.on_primary(lambda: play_traces(config, directory, sources, pool))
-            path = str(warm_start(config, directory, job))
+            path = str(warm_start(config, directory, job, devices))
         assert path is not None
         loaded = loading.from_path(Path(path))
         source = job.on_primary(lambda: loaded.keep_card(directory.model)) or loaded
         learners, reference = build_learners(config, recipe, source, mesh)
+        adaptation = describe_adapters(learners["policy"], Path(path), directory)
         checkpoints = Checkpoints(
             directory.checkpoints,
             keep=train.keep_checkpoints,
@@ -282,10 +393,16 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
             best=True,
             strict=train.strict_resume,
             job=job,
+            adaptation=adaptation,
         )
         stack.callback(checkpoints.close)
         policy = learners["policy"]
-        params = gather_to_host(policy.state.params, job.primary)
+        sent = adaptation if send_adapters else None
+        embedded = ENGINES[config.engine.name].engine.on_learner_device
+        # Published weights have the types of the model's own tensors.
+        types = types_of(ModelCard.load(directory.model), config.engine.dtype if embedded else None)
+        weights = functools.partial(engine_weights, policy, sent, directory, job, types)
+        params = weights()
 
         def open_rollouts() -> Rollouts:
             assert pool is not None
@@ -293,8 +410,11 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
             engine = stack.enter_context(
                 open_engine(source, params, engine_settings, config.engine_settings, context)
             )
-            agent = EngineAgent(engine, source.tokenizer, train.seed)
-            validation = dataclasses.replace(rollout, temperature=train.val_temperature)
+            agent = EngineAgent(engine, source.tokenizer, train.seed, config.chat)
+            stack.callback(agent.close)
+            with_policy = dataclasses.replace(rollout, temperature=train.val_temperature)
+            validation = {name: plain_episodes(with_policy) for name in baselines}
+            validation["val"] = for_validation(with_policy)
             policies: dict[str, Agent] = {"val": agent, **baselines}
             rollouts = Rollouts(
                 train=train,
@@ -306,7 +426,10 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
                 engine=engine,
                 agent=agent,
                 pool=pool,
-                evaluate=lambda name: evaluate_policy(policies[name], pool, eval_set, validation),
+                evaluate=lambda name, stop: evaluate_policy(
+                    policies[name], pool, eval_set, validation[name], stop=stop
+                ),
+                recorded=recorded,
             )
             stack.callback(rollouts.close)
             return rollouts
@@ -324,25 +447,7 @@ def open_trainer(config: TrainConfig, operative_config: str, job: Job) -> Iterat
             job=job,
             directory=directory,
             checkpoints=checkpoints,
+            engine_weights=weights,
+            adaptation=adaptation,
+            export_merged=config.lora.export_merged,
         )
-
-
-def build_learners(
-    config: TrainConfig, recipe: Recipe, source: PolicySource, mesh: jax.sharding.Mesh
-) -> tuple[dict[str, Learner], Reference | None]:
-    """The policy and, if the recipe needs them, the critic and the reference."""
-    arch = source.card.architecture
-    spec = policy_spec(config, recipe, arch, mesh)
-    params = source.load(param_shardings(spec.shapes, mesh))
-    require_finite(params, f"the model {config.model.path or 'of the warm start'}")
-    reference = None
-    if recipe.needs_reference:
-        settings = config.algorithm
-        reference = Reference(params, settings.reference == "host", settings.reference_dtype)
-    learners = {}
-    if recipe.needs_critic:
-        value_spec = critic_spec(config, arch, mesh)
-        placed = param_shardings(value_spec.shapes, mesh)
-        critic = jax.jit(critic_from_policy, out_shardings=placed)(params)
-        learners["critic"] = Learner(critic, value_spec, mesh)
-    return {"policy": Learner(params, spec, mesh), **learners}, reference

@@ -26,13 +26,16 @@ from manus_jax.files import (
     begin_directory,
     remove_directory,
     verify_checksums,
+    write_atomically,
 )
 from manus_jax.learner.update import TrainState
-from manus_jax.models import orbax_params
+from manus_jax.models import adapter_files, orbax_params
+from manus_jax.models.adapter_files import Adaptation
 from manus_jax.models.orbax_params import CheckpointError
 from manus_jax.training.job import Job
 
 _SCORE = "score"
+_LATE_SCORES = "late_scores.json"  # of steps whose validation ended after they were saved
 
 
 class Checkpoints:
@@ -40,7 +43,8 @@ class Checkpoints:
 
     `parts` are the learners whose states are saved: the policy and optionally a critic. The newest
     `keep` checkpoints are kept and, with `best`, also the one with the highest score. With
-    `strict`, a damaged newest checkpoint is an error.
+    `strict`, a damaged newest checkpoint is an error. With `adaptation`, the states are those of
+    adapters, and checkpoints of another adaptation are not restored.
     """
 
     def __init__(
@@ -51,7 +55,9 @@ class Checkpoints:
         best: bool = False,
         strict: bool = False,
         job: Job | None = None,
+        adaptation: Adaptation | None = None,
     ):
+        self._adaptation = adaptation
         self.directory = Path(directory).absolute()
         self._keep, self._parts, self._best, self._strict = keep, tuple(parts), best, strict
         self._job = job or Job()
@@ -67,6 +73,14 @@ class Checkpoints:
         if self._job.primary:
             self.directory.mkdir(parents=True, exist_ok=True)
             orbax_params.remove_leftovers(self.directory)
+        self._late_scores = self._read_late_scores()
+
+    def _read_late_scores(self) -> dict[int, float]:
+        try:
+            kept = json.loads((self.directory / _LATE_SCORES).read_text())
+            return {int(step): float(score) for step, score in kept.items()}
+        except (OSError, ValueError, AttributeError, TypeError):  # none, or damaged
+            return {}
 
     def latest(self) -> int | None:
         """The step of the newest intact checkpoint; None if there are no checkpoints.
@@ -131,6 +145,8 @@ class Checkpoints:
         items: dict[str, Any] = {"host": ocp.args.JsonSave(host)}
         if score is not None:
             items[_SCORE] = ocp.args.JsonSave({_SCORE: score})
+        if self._adaptation is not None:
+            items[adapter_files.ITEM] = ocp.args.JsonSave(self._adaptation.to_json())
         for part in self._parts:
             params, optimizer = _items(part)
             values = states[part].params
@@ -153,7 +169,20 @@ class Checkpoints:
         for old in set(steps) - kept:
             remove_directory(self.directory / str(old), CHECKSUMS)
 
+    def add_score(self, step: int, score: float) -> None:
+        """The score of a checkpoint that was saved without, whose validation has ended by now."""
+        if self._job.primary:
+            self._thread.submit(self._write_late_score, step, score)
+
+    def _write_late_score(self, step: int, score: float) -> None:
+        if step in orbax_params.list_steps(self.directory):
+            self._late_scores[step] = score
+            kept = {str(s): x for s, x in self._late_scores.items()}
+            write_atomically(self.directory / _LATE_SCORES, json.dumps(kept))
+
     def _score(self, step: int) -> float | None:
+        if step in self._late_scores:
+            return self._late_scores[step]
         try:
             path = self.directory / str(step) / _SCORE / "metadata"
             return float(json.loads(path.read_text())[_SCORE])
@@ -170,6 +199,13 @@ class Checkpoints:
             items[params] = ocp.args.StandardRestore(abstract[part].params)
             items[optimizer] = ocp.args.StandardRestore(_rest(abstract[part]))
         path = self.directory / str(step)
+        saved, now = adapter_files.checkpoint_adaptation(path), self._adaptation
+        if saved is not None and now is not None and saved.fingerprint != now.fingerprint:
+            raise CheckpointError(
+                f"the adapters in checkpoint {path} were trained on {saved.base} with the weights "
+                f"{saved.fingerprint}, and those of {now.base} are {now.fingerprint}: continue "
+                "with the same base model"
+            )
         try:
             for part in self._parts:
                 orbax_params.check_shapes(path / _items(part)[0], abstract[part].params)

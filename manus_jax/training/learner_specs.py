@@ -7,6 +7,7 @@ import dataclasses
 import os
 from typing import Any
 
+import jax
 import optax
 from jax.sharding import Mesh
 
@@ -15,15 +16,26 @@ from manus_jax.algorithms.recipes import RECIPES, Recipe, policy_loss
 from manus_jax.algorithms.reward_allocation import ALLOCATIONS
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.commands import TrainConfig
-from manus_jax.config.settings import AlgorithmSettings, DataSettings
+from manus_jax.config.settings import AlgorithmSettings, DataSettings, ModelSettings
 from manus_jax.learner import objectives
 from manus_jax.learner.learner import LearnerSpec
 from manus_jax.learner.mesh import check_batch, check_model
 from manus_jax.learner.optimizer import learning_rate, make_optimizer
 from manus_jax.learner.packing import RowShape
+from manus_jax.learner.update import Frozen
 from manus_jax.models.architecture import Architecture
-from manus_jax.models.transformer import Compute, Critic, Transformer, abstract_model, make_compute
+from manus_jax.models.lora import Lora, make_lora, split
+from manus_jax.models.transformer import (
+    Compute,
+    Critic,
+    Params,
+    Transformer,
+    abstract_model,
+    make_compute,
+)
 from manus_jax.rollout.batch import token_columns
+from manus_jax.rollout.build_rollout import ENGINES
+from manus_jax.rollout.strategies import episodes_per_spec
 
 
 def make_recipe(settings: AlgorithmSettings) -> Recipe:
@@ -47,12 +59,40 @@ def make_recipe(settings: AlgorithmSettings) -> Recipe:
             "algorithm.kl_controller = 'adaptive' changes the KL in the reward: it needs "
             "algorithm.kl_placement = 'reward'"
         )
+    if recipe.needs_preferences and settings.old_log_probs == "bypass":
+        raise ConfigError(
+            f"algorithm.old_log_probs = 'bypass' takes the sampler's log-probs, and {recipe.name} "
+            "compares those of the policy with the reference: use 'recompute'"
+        )
     if recipe.aggregation == "seq-mean-token-sum-norm" and not settings.norm_constant:
         raise ConfigError(
             f"algorithm.norm_constant is not set, and {recipe.name} divides each sequence's loss "
             "by it: the most tokens an agent may say in an episode, for instance"
         )
+    _refuse_unread(settings, recipe)
     return recipe
+
+
+def _refuse_unread(settings: AlgorithmSettings, recipe: Recipe) -> None:
+    """Raises ConfigError if a setting differs from its default and the recipe does not read it."""
+    needed = {
+        "has no critic": (recipe.needs_critic, ("critic_warmup", "critic_lr", "cliprange_value")),
+        "has no advantages per turn": (recipe.needs_step_groups, ("similarity", "step_weight")),
+        "compares no pairs of episodes": (recipe.needs_preferences, ("beta",)),
+        "does not sample dynamically": (recipe.dynamic_sampling, ("max_gen_batches",)),
+        f"aggregates by {recipe.aggregation}": (
+            recipe.aggregation == "seq-mean-token-sum-norm",
+            ("norm_constant",),
+        ),
+    }
+    default = AlgorithmSettings()
+    for reason, (read, names) in needed.items():
+        for name in names:
+            value = getattr(settings, name)
+            if not read and value != getattr(default, name):
+                raise ConfigError(
+                    f"algorithm.{name} = {value} is not read: recipe {recipe.name} {reason}"
+                )
 
 
 def check_lengths(config: TrainConfig) -> None:
@@ -67,21 +107,27 @@ def check_lengths(config: TrainConfig) -> None:
 
 
 def check_memory(
-    arch: Architecture, data: DataSettings, mesh: Mesh, engine_bytes: float = 0.0
+    arch: Architecture,
+    data: DataSettings,
+    mesh: Mesh,
+    engine_bytes: float = 0.0,
+    frozen_itemsize: int = 0,
 ) -> None:
     """Raises ConfigError if a model needs more memory than the devices have, whatever its batch.
 
     Counts what an update needs at least: on CPU devices, which share the machine's memory,
     parameters, gradients, two moments, one activation of each token, and the embedded engine; on an
-    accelerator its parts of the parameters and gradients in float32. `plan` says what is needed.
+    accelerator its parts of the parameters and gradients in float32. With LoRA, it is the base,
+    whose numbers have `frozen_itemsize` bytes. `plan` says what is needed.
     """
     limit = device_memory(mesh.devices.flat[0])
     if limit is not None:
-        _check_device_memory(arch, mesh, limit)
+        _check_device_memory(arch, mesh, limit, frozen_itemsize)
         return
     if mesh.devices.flat[0].platform != "cpu":
         return
-    needed = 16.0 * arch.num_params + 4.0 * data.rows * data.max_length * arch.hidden_size
+    needed = (frozen_itemsize or 16.0) * arch.num_params
+    needed += 4.0 * data.rows * data.max_length * arch.hidden_size
     needed += engine_bytes
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > available:
@@ -100,17 +146,33 @@ def device_memory(device: Any) -> int | None:
         return None
 
 
-def _check_device_memory(arch: Architecture, mesh: Mesh, limit: int) -> None:
+def _check_device_memory(arch: Architecture, mesh: Mesh, limit: int, frozen_itemsize: int) -> None:
     shards = mesh.shape["fsdp"] * mesh.shape["sequence"] * mesh.shape["tensor"]
-    state = 8 * arch.num_params
+    state = (frozen_itemsize or 8) * arch.num_params
     if state > shards * limit:
+        what = "frozen parameters" if frozen_itemsize else "parameters and their gradients"
+        in_float32 = "" if frozen_itemsize else " in float32"
         raise ConfigError(
-            f"{arch.num_params / 1e9:.1f} billion parameters and their gradients take "
-            f"{state / 2**30:.1f} GiB in float32, {state / shards / 2**30:.1f} GiB on each of the "
+            f"{arch.num_params / 1e9:.1f} billion {what} take "
+            f"{state / 2**30:.1f} GiB{in_float32}, {state / shards / 2**30:.1f} GiB on each of the "
             f"{shards} devices that share a copy of the model, and a device has "
             f"{limit / 2**30:.1f} GiB: use at least {-(-state // limit)} devices or a smaller "
             "model; `python -m manus_jax.plan` shows what fits"
         )
+
+
+def check_experts(settings: ModelSettings, arch: Architecture, replay: bool = False) -> None:
+    """Raises ConfigError if a setting for experts is set and the model has none."""
+    set_to = f"model.load_balancing = {settings.load_balancing:g}" * bool(settings.load_balancing)
+    set_to = set_to or "vllm.router_replay" * replay
+    if set_to and not arch.num_experts:
+        raise ConfigError(f"{set_to} is not read: {arch.family} has no experts")
+
+
+def replays_experts(config: TrainConfig) -> bool:
+    """Whether the learner uses the experts that the engine chose."""
+    own = config.engine_settings
+    return own is not None and ENGINES[config.engine.name].returns_experts(own)
 
 
 def updates_per_step(config: TrainConfig) -> int:
@@ -132,12 +194,19 @@ def policy_lr(config: TrainConfig) -> optax.Schedule:
 
 def policy_spec(config: TrainConfig, recipe: Recipe, arch: Architecture, mesh: Mesh) -> LearnerSpec:
     """The policy, with the recipe's loss at the sampling temperature of the rollouts."""
-    graphdef, shapes = abstract_model(Transformer, arch, _compute(config, arch, mesh))
+    lora = make_lora(config.lora, arch)
+    routing = (arch.num_layers, arch.experts_per_token) if replays_experts(config) else None
+    graphdef, all_shapes = abstract_model(Transformer, arch, _compute(config, arch, mesh), lora)
+    shapes, frozen = split_shapes(all_shapes, lora, config.compute.dtype)
     temperature = config.rollout.temperature or 1.0
     return LearnerSpec(
         shapes,
         objectives.policy(
-            graphdef, policy_loss(recipe), temperature, with_entropy="entropy" in recipe.loss_fields
+            graphdef,
+            policy_loss(recipe),
+            temperature,
+            with_entropy="entropy" in recipe.loss_fields,
+            load_balancing=config.model.load_balancing,
         ),
         lambda p, batch: objectives.log_probs_of(graphdef, p, batch, temperature)[0],
         make_optimizer(policy_lr(config), config.optimizer),
@@ -147,11 +216,17 @@ def policy_spec(config: TrainConfig, recipe: Recipe, arch: Architecture, mesh: M
         aggregation=recipe.aggregation,
         norm_constant=config.algorithm.norm_constant,
         optimizer_on_host=config.optimizer.state == "host",
+        in_place=config.compute.remat == "in_place",
+        frozen=frozen,
+        lora=lora,
+        routing=routing,
     )
 
 
 def critic_spec(config: TrainConfig, arch: Architecture, mesh: Mesh) -> LearnerSpec:
-    graphdef, shapes = abstract_model(Critic, arch, _compute(config, arch, mesh))
+    lora = make_lora(config.lora, arch)
+    graphdef, all_shapes = abstract_model(Critic, arch, _compute(config, arch, mesh), lora)
+    shapes, frozen = split_shapes(all_shapes, lora, config.compute.dtype)
     lr = learning_rate(config.algorithm.critic_lr, "constant", 0, 1, 0.0)
     return LearnerSpec(
         shapes,
@@ -161,7 +236,28 @@ def critic_spec(config: TrainConfig, arch: Architecture, mesh: Mesh) -> LearnerS
         ("values", "returns"),
         *_rows(config),
         optimizer_on_host=config.optimizer.state == "host",
+        in_place=config.compute.remat == "in_place",
+        frozen=frozen,
+        lora=lora,
     )
+
+
+def split_shapes(shapes: Params, lora: Lora | None, dtype: str) -> tuple[Params, Frozen]:
+    """The shapes in training and the frozen ones, which are in the type of the computation."""
+    if lora is None:
+        return shapes, ()
+    trained, frozen = split(shapes)
+    return trained, (jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), frozen),)
+
+
+def check_reference(config: TrainConfig) -> None:
+    """Raises ConfigError for settings of a reference policy that LoRA does not keep."""
+    for name, default in (("reference", "device"), ("reference_dtype", "float32")):
+        if config.lora.rank is not None and getattr(config.algorithm, name) != default:
+            raise ConfigError(
+                f"algorithm.{name} is set, but with lora.rank the reference policy is the frozen "
+                "base, which is not kept a second time"
+            )
 
 
 def _compute(config: TrainConfig, arch: Architecture, mesh: Mesh) -> Compute:
@@ -178,6 +274,7 @@ def _rows(config: TrainConfig) -> tuple[RowShape, int, int]:
     one segment."""
     train, rows = config.train, config.data.rows
     tasks = min(config.algorithm.mini_batch_size or train.batch_size, train.batch_size)
-    micro_batches = lambda tasks: -(-tasks * train.group_size // rows)
+    group_size = train.group_size * episodes_per_spec(config.rollout)
+    micro_batches = lambda tasks: -(-tasks * group_size // rows)
     shape = RowShape(rows, config.data.max_length)
     return shape, micro_batches(tasks), micro_batches(train.batch_size)

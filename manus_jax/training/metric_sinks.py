@@ -70,7 +70,10 @@ def _tensorboard(directory: RunDirectory, start: int) -> Iterator[Sink]:
 
 @contextlib.contextmanager
 def _wandb(project: str, directory: RunDirectory) -> Iterator[Sink]:
-    """A sink for wandb, which ignores steps that it already has and keeps their first values."""
+    """A sink for wandb, which ignores steps that it already has and keeps their first values.
+
+    Metrics of an earlier step, of a validation that ended late, are added to the newest one.
+    """
     wandb = _library("wandb", "train.wandb_project")
     # A random id stored in the run directory: a new run in the same path gets a new id.
     kept = directory.path / "wandb_run_id"
@@ -91,8 +94,15 @@ def _wandb(project: str, directory: RunDirectory) -> Iterator[Sink]:
             f"train.wandb_project = {project!r}: wandb cannot start: {error}. WANDB_MODE=offline "
             "writes its files to the run directory only"
         ) from error
+    newest = 0
+
+    def write(step: int, metrics: Mapping[str, float]) -> None:
+        nonlocal newest
+        newest = max(newest, step)
+        run.log(dict(metrics), step=newest)
+
     with run:
-        yield lambda step, metrics: run.log(dict(metrics), step=step)
+        yield write
 
 
 def _library(name: str, setting: str) -> ModuleType:

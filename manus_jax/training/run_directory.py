@@ -24,6 +24,7 @@ from manus_jax.errors import UserError
 from manus_jax.files import (
     CHECKSUMS,
     lock_directory,
+    read_text,
     remove_leftovers,
     remove_unfinished,
     write_atomically,
@@ -31,7 +32,8 @@ from manus_jax.files import (
 from manus_jax.status import STATUS
 
 _METRICS_SHARE = 0.05  # of the time may be spent on writing metrics.jsonl
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK = (*_FULL, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 class RunDirectoryError(UserError, ValueError):
@@ -53,15 +55,16 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock_directory(self.path)
             for name in ("checkpoints", "export", "model", "trajectories", "warm_start"):
-                if (self.path / name).exists() and not (self.path / name).is_dir():
-                    raise RunDirectoryError(f"{self.path / name} is not a directory")
-                remove_leftovers(self.path / name)
+                part = self.path / name
+                if (part.exists() or part.is_symlink()) and not part.is_dir():
+                    raise RunDirectoryError(f"{part} is not a directory")
+                remove_leftovers(part)
             remove_leftovers(self.path)
             remove_unfinished(self.path / "export", CHECKSUMS)
             if self._metrics.exists() and not self._metrics.is_file():
                 raise RunDirectoryError(f"{self._metrics} is not a file")
             config = self.path / "config.gin"
-            text = config.read_text() if config.exists() else ""
+            text = read_text(config) if config.exists() else ""
             if text.strip():
                 _refuse_changes(text, operative_config, self.path)
             elif any(self.checkpoints.glob("[0-9]*")):
@@ -74,9 +77,10 @@ class RunDirectory:
         except UnicodeDecodeError as error:
             raise RunDirectoryError(f"{config} is not a gin config: {error}") from None
         except OSError as error:
+            remedy = "free some space" if error.errno in _FULL else "change its permissions"
             raise RunDirectoryError(
-                f"run directory {self.path} cannot be written: {error}; change its permissions or "
-                "choose another run_dir"
+                f"run directory {self.path} cannot be written: {error}; {remedy} or choose another "
+                "run_dir"
             ) from None
 
     @property
@@ -96,6 +100,10 @@ class RunDirectory:
     def export(self, step: int) -> Path:
         return self.path / "export" / str(step)
 
+    def merged_export(self, step: int) -> Path:
+        """The model with its adapters added, if it is wanted besides them."""
+        return self.path / "export" / f"{step}-merged"
+
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Adds a line of JSON to the file, at once or, if writing it takes long, after a while.
 
@@ -110,6 +118,14 @@ class RunDirectory:
         self._unwritten = True
         if time.monotonic() >= self._write_at:
             self.flush_metrics()
+
+    def amend_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Adds metrics to the line of an earlier step."""
+        if not self._writes:
+            return
+        lines = [{**line, **metrics} if line["step"] == step else line for line in self.metrics()]
+        self._lines = [json.dumps(line) + "\n" for line in lines]
+        self._unwritten = True
 
     def flush_metrics(self) -> None:
         """Writes all metrics to disk; required before a checkpoint of the same steps."""

@@ -1,12 +1,13 @@
-"""Batches of conversations for supervised fine-tuning, with loss on assistant turns only."""
+"""Batches of conversations for supervised fine-tuning."""
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from manus_jax.config.settings import DataSettings
+from manus_jax.config.settings import DataSettings, LossOn
 from manus_jax.data.chat import ChatStream, ConversationError, EncodedConversation
 from manus_jax.data.tasks import DatasetError, Task, read_tasks, without
 from manus_jax.data_proto import DataProto
@@ -15,16 +16,31 @@ from manus_jax.rollout.batch import padded
 
 
 class Encoder:
-    """Tokenizes the conversations of tasks, each of them once."""
+    """Tokenizes the conversations of tasks, each of them once.
 
-    def __init__(self, stream: ChatStream):
+    The loss is on the assistant's turns, or with `loss_on` "all" on every token. If the template
+    forks a conversation, only its first sequence has loss on every token, so that no prompt is
+    trained twice.
+    """
+
+    def __init__(self, stream: ChatStream, loss_on: LossOn = "turns"):
         self._stream = stream
-        self._cache: dict[int, EncodedConversation] = {}
+        self._loss_on = loss_on
+        self._cache: dict[int, list[EncodedConversation]] = {}
 
-    def __call__(self, task: Task) -> EncodedConversation:
+    def __call__(self, tasks: Iterable[Task]) -> list[EncodedConversation]:
+        """The sequences of all tasks, in order; several per task if the template forks it."""
+        return [sequence for task in tasks for sequence in self._encoded(task)]
+
+    def _encoded(self, task: Task) -> list[EncodedConversation]:
         key = id(task)
         if key not in self._cache:
-            self._cache[key] = self._stream.encode(task.messages, task.item_id)
+            encoded = self._stream.encode(task.messages, task.item_id, task.tools)
+            if self._loss_on == "all":
+                everything = np.ones_like(encoded[0].loss_mask)
+                everything[0] = False  # nothing precedes it
+                encoded[0] = dataclasses.replace(encoded[0], loss_mask=everything)
+            self._cache[key] = encoded
         return self._cache[key]
 
 

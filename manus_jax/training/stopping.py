@@ -12,7 +12,7 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
-from manus_jax.signals import as_exception, handled_by
+from manus_jax.signals import handled_by, interrupt
 from manus_jax.training.job import Job
 
 
@@ -46,11 +46,12 @@ def stop_requests(message: str, job: Job) -> Iterator[StopRequest]:
         yield request
         return
 
-    def record(number: int, _: FrameType | None) -> None:
-        if request.signal_number is not None:
-            raise as_exception(number)
-        request.signal_number = number
-        print(message, flush=True)
+    def record(number: int, frame: FrameType | None) -> None:
+        if request.signal_number is None:
+            request.signal_number = number
+            print(message, flush=True)
+        else:
+            interrupt(number, frame)
 
     with handled_by(record):
         yield request

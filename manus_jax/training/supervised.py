@@ -12,28 +12,35 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import optax
+
+from manus_jax.config.binding import ConfigError
 from manus_jax.config.commands import SftConfig
-from manus_jax.config.settings import DataSettings
-from manus_jax.data.chat import ChatStream, EncodedConversation
+from manus_jax.config.settings import DataSettings, SftSettings
+from manus_jax.data.chat import CHATML, ChatStream, EncodedConversation
+from manus_jax.data.chat_template import template_arguments
 from manus_jax.data.mixture import Mixture
 from manus_jax.data_proto import DataProto
 from manus_jax.errors import Stopped
 from manus_jax.learner import objectives
 from manus_jax.learner.learner import Learner, LearnerSpec
-from manus_jax.learner.mesh import check_batch, check_model, make_mesh, param_shardings
+from manus_jax.learner.mesh import check_batch, check_model, make_mesh
 from manus_jax.learner.optimizer import learning_rate, make_optimizer
 from manus_jax.learner.packing import PackingError, RowShape
-from manus_jax.learner.update import require_finite
-from manus_jax.models import huggingface, loading
+from manus_jax.models import loading
+from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import check_platform
 from manus_jax.models.loading import PolicySource
-from manus_jax.models.transformer import Transformer, abstract_model, make_compute
+from manus_jax.models.lora import make_lora
+from manus_jax.models.transformer import Compute, Transformer, abstract_model, make_compute
 from manus_jax.progress import ProgressLine
 from manus_jax.status import STATUS
 from manus_jax.training.checkpoints import Checkpoints
+from manus_jax.training.export import describe_adapters, export_policy
 from manus_jax.training.failures import FailureBudget, refuse_fewer_steps, require_updates
 from manus_jax.training.job import Job
-from manus_jax.training.learner_specs import check_memory
+from manus_jax.training.learner_specs import check_experts, check_memory, split_shapes
+from manus_jax.training.policies import make_learner
 from manus_jax.training.run_directory import RunDirectory
 from manus_jax.training.sft_data import (
     Encoder,
@@ -43,21 +50,34 @@ from manus_jax.training.sft_data import (
     unigram_entropy,
 )
 from manus_jax.training.stopping import stop_requests
-from manus_jax.weights.host_tensors import gather_to_host
 
 
-def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
-    """Trains to `sft.total_steps` from the newest checkpoint, if any; returns the last metrics."""
+def run(
+    config: SftConfig, operative_config: str, job: Job, devices: Sequence[Any] | None = None
+) -> dict[str, float]:
+    """Trains to `sft.total_steps` from the newest checkpoint, if any; returns the last metrics.
+
+    `devices` None: all of them.
+    """
     sft, data = config.sft, config.data
-    mesh = make_mesh(**dataclasses.asdict(config.mesh))
+    mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
     compute = make_compute(**dataclasses.asdict(config.compute), mesh=mesh)
     kernel = compute.kernel.implementation
     check_platform(kernel, mesh)
     check_batch(data.rows, data.max_length, mesh, kernel)
     sources, held_out = read_conversations(data)
     source = loading.from_path(Path(config.model.path)) if config.model.path else None
+    if source is None:
+        template_arguments(CHATML, config.chat)
+        if config.lora.rank is not None:
+            raise ConfigError("lora.rank is set and model.path is not: adapters need a model")
+    else:
+        ChatStream(source.tokenizer, config.chat)
+        check_experts(config.model, source.card.architecture)
+        make_lora(config.lora, source.card.architecture)  # raises for an unknown target
     if config.scratch is not None:
         arch = loading.scratch_architecture(config.scratch)
+        check_experts(config.model, arch)
         check_model(arch, mesh, kernel)
         check_memory(arch, data, mesh)
     opened = job.on_primary(lambda: RunDirectory(sft.run_dir, operative_config))
@@ -68,13 +88,52 @@ def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
     source = job.on_primary(lambda s=source: s.keep_card(directory.model)) or source  # type: ignore[misc]
     card = source.card
     check_model(card.architecture, mesh, kernel)
-    graphdef, shapes = abstract_model(Transformer, card.architecture, compute)
-    opt = config.optimizer
+    spec, lr = _spec(config, card.architecture, compute)
+    name = f"the model {config.model.path or 'from scratch'}"
+    learner = make_learner(source, spec, mesh, sft.seed, name)
+    adaptation = describe_adapters(learner, Path(config.model.path or "."), directory)
+    stream = ChatStream(source.tokenizer, config.chat)
+    encode = Encoder(stream, sft.loss_on)
+    held_out_kept = fit(Encoder(stream)(held_out), data.max_length, data.overlong)[0]
+    if held_out and not held_out_kept:
+        raise _too_long(len(held_out), "held-out conversations", data.max_length)
+    checkpoints = Checkpoints(
+        directory.checkpoints,
+        keep=sft.keep_checkpoints,
+        strict=sft.strict_resume,
+        job=job,
+        adaptation=adaptation,
+    )
+    mixture = Mixture(sources, sft.seed)
+    trainer = SftTrainer(
+        sft, data, learner, lr, mixture, encode, held_out_kept, checkpoints, directory, job
+    )
+    last = trainer.run(
+        f"{card.architecture.num_params:,} parameters, {len(held_out)} held-out and "
+        f"{sum(len(t) for _, t, _ in sources)} train conversations, run {directory.path}"
+    )
+    checkpoints.close()
+    job.await_primary()  # which completes the checkpoint that others may read next
+    require_updates(learner.state, sft.total_steps)
+    if sft.export:
+        merged = config.lora.export_merged
+        export_policy(learner, adaptation, directory, sft.total_steps, job, merged)
+    return last
+
+
+def _spec(
+    config: SftConfig, arch: Architecture, compute: Compute
+) -> tuple[LearnerSpec, optax.Schedule]:
+    """The learner of a run and its learning rate by update."""
+    sft, data, opt = config.sft, config.data, config.optimizer
+    lora = make_lora(config.lora, arch)
+    graphdef, all_shapes = abstract_model(Transformer, arch, compute, lora)
+    shapes, frozen_shapes = split_shapes(all_shapes, lora, config.compute.dtype)
     lr = learning_rate(opt.lr, opt.schedule, opt.warmup_steps, sft.total_steps, opt.min_lr_ratio)
     micro_batches = -(-sft.batch_size // data.rows)
     spec = LearnerSpec(
         shapes,
-        objectives.supervised(graphdef),
+        objectives.supervised(graphdef, config.model.load_balancing),
         lambda p, batch: objectives.log_probs_of(graphdef, p, batch)[0],
         make_optimizer(lr, opt),
         (),
@@ -82,99 +141,107 @@ def run(config: SftConfig, operative_config: str, job: Job) -> dict[str, float]:
         micro_batches,
         micro_batches,
         optimizer_on_host=opt.state == "host",
+        in_place=config.compute.remat == "in_place",
+        frozen=frozen_shapes,
+        lora=lora,
     )
-    params = source.load(param_shardings(shapes, mesh))
-    require_finite(params, f"the model {config.model.path or 'from scratch'}")
-    learner = Learner(params, spec, mesh)
-    mixture = Mixture(sources, sft.seed)
-    checkpoints = Checkpoints(
-        directory.checkpoints, keep=sft.keep_checkpoints, strict=sft.strict_resume, job=job
-    )
-    start = checkpoints.latest() or 0
-    refuse_fewer_steps(start, "sft.total_steps", sft.total_steps)
-    if start:
-        states, host = checkpoints.restore(start, {"policy": learner.abstract_state()})
-        learner.state = states["policy"]
-        mixture.restore(host["mixture"])
-    directory.forget_metrics_after(start or -1)
+    return spec, lr
 
-    encode = Encoder(ChatStream(source.tokenizer))
-    held_out_kept = fit([encode(t) for t in held_out], data.max_length, data.overlong)[0]
-    if held_out and not held_out_kept:
-        raise _too_long(len(held_out), "held-out conversations", data.max_length)
-    validate = _validation(learner, held_out_kept, sft.batch_size, data.max_length)
 
-    def next_batch() -> tuple[DataProto, dict[str, float], dict[str, Any]]:
+@dataclasses.dataclass
+class SftTrainer:
+    """All parts of a run; `held_out` are the conversations to validate on."""
+
+    sft: SftSettings
+    data: DataSettings
+    learner: Learner
+    lr: optax.Schedule
+    mixture: Mixture
+    encode: Encoder
+    held_out: Sequence[EncodedConversation]
+    checkpoints: Checkpoints
+    directory: RunDirectory
+    job: Job
+
+    def run(self, description: str) -> dict[str, float]:
+        """Trains to `total_steps`; prints the description first and returns the last metrics."""
+        sft = self.sft
+        start = self._restore()
+        validate = _validation(self.learner, self.held_out, sft.batch_size, self.data.max_length)
+        unigram = {"val/unigram_entropy": unigram_entropy(self.held_out)} if self.held_out else {}
+        last: dict[str, float] = dict(unigram)
+        failures = FailureBudget(sft.max_bad_updates)
+        with (
+            self.directory.flushing_metrics(),
+            stop_requests("stopping after this update; once more stops at once", self.job) as stop,
+            ProgressLine("sft", sft.total_steps, start) as line,
+        ):
+            line.say(description + (f", resumed at step {start}" if start else ""))
+            if self.held_out and start == 0:
+                last |= validate()
+                self.directory.append_metrics({"step": 0, **last})
+            upcoming = self._next_batch() if start < sft.total_steps else None
+            for step in range(start + 1, sft.total_steps + 1):
+                began = time.monotonic()
+                assert upcoming is not None
+                batch, counts, cursor = upcoming
+                finish = self.learner.start_update(batch)
+                # The next batch is tokenized and packed while the device computes.
+                upcoming = self._next_batch() if step < sft.total_steps else None
+                means = finish()
+                failures.after_updates("model", [means["update_skipped"]])
+                if means["update_skipped"]:
+                    line.say(f"update {step} was not finite and has been skipped")
+                metrics = self._metrics(step, means, time.monotonic() - began) | counts
+                if self.held_out and (step % sft.test_freq == 0 or step == sft.total_steps):
+                    metrics |= validate() | unigram
+                self.directory.append_metrics({"step": step, **metrics})
+                STATUS.count(tokens=int(means["packing/tokens"]))
+                last |= metrics
+                stopping = stop.after_step()
+                if step % sft.save_freq == 0 or step == sft.total_steps or stopping:
+                    self.directory.flush_metrics()
+                    self.checkpoints.save(step, {"policy": self.learner.state}, {"mixture": cursor})
+                shown = {"loss": last["train/loss"], "tokens/s": last["perf/tokens_per_s"]}
+                if "val/loss" in last:
+                    shown["val loss"] = last["val/loss"]
+                line.update(step, shown)
+                if stopping and step < sft.total_steps:
+                    self.checkpoints.close()
+                    raise Stopped.after(step, sft.total_steps, stop.exit_code)
+        return last
+
+    def _restore(self) -> int:
+        """Continues from the newest checkpoint; returns its step, 0 if there is none."""
+        start = self.checkpoints.latest() or 0
+        refuse_fewer_steps(start, "sft.total_steps", self.sft.total_steps)
+        if start:
+            abstract = {"policy": self.learner.abstract_state()}
+            states, host = self.checkpoints.restore(start, abstract)
+            self.learner.state = states["policy"]
+            self.mixture.restore(host["mixture"])
+        self.directory.forget_metrics_after(start or -1)
+        return start
+
+    def _next_batch(self) -> tuple[DataProto, dict[str, float], dict[str, Any]]:
         """The next batch, its counts, and the cursor after it."""
-        conversations = [encode(t) for t in mixture.next_batch(sft.batch_size)]
-        batch, counts = _fitted_batch(conversations, data)
-        return batch, counts, mixture.state()
+        tasks = self.mixture.next_batch(self.sft.batch_size)
+        sequences = self.encode(tasks)
+        batch, counts = _fitted_batch(sequences, self.data)
+        counts["packing/sequences_per_conversation"] = len(sequences) / len(tasks)
+        return batch, counts, self.mixture.state()
 
-    unigram = {"val/unigram_entropy": unigram_entropy(held_out_kept)} if held_out_kept else {}
-    last: dict[str, float] = dict(unigram)
-    failures = FailureBudget(sft.max_bad_updates)
-    with (
-        directory.flushing_metrics(),
-        stop_requests("stopping after this update; once more stops at once", job) as stop,
-        ProgressLine("sft", sft.total_steps, start) as line,
-    ):
-        line.say(
-            f"{card.architecture.num_params:,} parameters, {len(held_out)} held-out and "
-            f"{sum(len(t) for _, t, _ in sources)} train conversations, run {directory.path}"
-            + (f", resumed at step {start}" if start else "")
-        )
-        if held_out_kept and start == 0:
-            last |= validate()
-            directory.append_metrics({"step": 0, **last})
-        upcoming = next_batch() if start < sft.total_steps else None
-        for step in range(start + 1, sft.total_steps + 1):
-            began = time.monotonic()
-            assert upcoming is not None
-            batch, counts, cursor = upcoming
-            finish = learner.start_update(batch)
-            # The next batch is tokenized and packed while the device computes.
-            upcoming = next_batch() if step < sft.total_steps else None
-            means = finish()
-            failures.after_updates("model", [means["update_skipped"]])
-            if means["update_skipped"]:
-                line.say(f"update {step} was not finite and has been skipped")
-            seconds = time.monotonic() - began
-            metrics = {
-                "train/loss": means["nll"],
-                "train/grad_norm": means["grad_norm"],
-                "train/update_skipped": means["update_skipped"],
-                "train/tokens": means[objectives.TOKENS],
-                "train/lr": float(lr(step - 1)),
-                "timing_s/step": seconds,
-                "perf/tokens_per_s": means["packing/tokens"] / seconds,
-                **counts,
-                **{name: value for name, value in means.items() if name.startswith("packing/")},
-            }
-            if held_out_kept and (step % sft.test_freq == 0 or step == sft.total_steps):
-                metrics |= validate() | unigram
-            directory.append_metrics({"step": step, **metrics})
-            STATUS.count(tokens=int(means["packing/tokens"]))
-            last |= metrics
-            stopping = stop.after_step()
-            if step % sft.save_freq == 0 or step == sft.total_steps or stopping:
-                directory.flush_metrics()
-                checkpoints.save(step, {"policy": learner.state}, {"mixture": cursor})
-            shown = {"loss": last["train/loss"], "tokens/s": last["perf/tokens_per_s"]}
-            if "val/loss" in last:
-                shown["val loss"] = last["val/loss"]
-            line.update(step, shown)
-            if stopping and step < sft.total_steps:
-                checkpoints.close()
-                raise Stopped.after(step, sft.total_steps, stop.exit_code)
-    checkpoints.close()
-    job.await_primary()  # which completes the checkpoint that others may read next
-    require_updates(learner.state, sft.total_steps)
-    export = directory.export(sft.total_steps)
-    if sft.export and not huggingface.is_complete(export):
-        require_finite(learner.state.params, "the trained model")
-        params = gather_to_host(learner.state.params, job.primary)
-        job.on_primary(lambda: huggingface.save_hf(params, card, export))
-    return last
+    def _metrics(self, step: int, means: dict[str, float], seconds: float) -> dict[str, float]:
+        return {
+            "train/loss": means["nll"],
+            "train/grad_norm": means["grad_norm"],
+            "train/update_skipped": means["update_skipped"],
+            "train/tokens": means[objectives.TOKENS],
+            "train/lr": float(self.lr(step - 1)),
+            "timing_s/step": seconds,
+            "perf/tokens_per_s": means["packing/tokens"] / seconds,
+            **{name: value for name, value in means.items() if name.startswith("packing/")},
+        }
 
 
 def _from_scratch(config: SftConfig, texts: Any, directory: RunDirectory, job: Job) -> PolicySource:

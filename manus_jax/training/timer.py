@@ -1,12 +1,17 @@
-"""Measures the time of each phase of a step, which is also visible in a profile."""
+"""Measures the time of each phase of a step, which is also visible in a profile, and what a run
+costs: minutes and memory. Profiles single steps."""
 
 import contextlib
+import resource
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import jax
 
 from manus_jax.status import STATUS
+from manus_jax.timeline import TIMELINE
 
 
 class Timer:
@@ -19,7 +24,11 @@ class Timer:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         began = time.monotonic()
-        with STATUS.phase(name), jax.profiler.TraceAnnotation(name):
+        with (
+            STATUS.phase(name),
+            jax.profiler.TraceAnnotation(name),
+            TIMELINE.span("learner", name),
+        ):
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
 
@@ -28,3 +37,44 @@ class Timer:
         other = step - sum(self.seconds.values())
         phases = {**self.seconds, "other": other, "step": step}
         return {f"timing_s/{name}": seconds for name, seconds in phases.items()}
+
+
+@contextlib.contextmanager
+def profiled(step: int, steps: Collection[int], run: Path) -> Iterator[None]:
+    """Writes a trace of the block to `profile/<step>` if the step is one of `steps`."""
+    if step not in steps:
+        yield
+        return
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # a rollout makes too many calls
+    folder = run / "profile" / str(step)
+    with (
+        jax.profiler.trace(folder, create_perfetto_trace=True, profiler_options=options),
+        jax.profiler.StepTraceAnnotation("train", step_num=step),
+    ):
+        yield
+
+
+class RunCosts:
+    """Minutes and peak memory of a run, over all its starts; `past` are its metrics so far."""
+
+    def __init__(self, past: Sequence[Mapping[str, float]]) -> None:
+        last = past[-1] if past else {}
+        self._minutes = last.get("perf/minutes", 0.0)
+        self._memory = last.get("perf/max_memory_gb", 0.0)
+
+    def metrics(self) -> dict[str, float]:
+        """Minutes include the start of the process and the warm start."""
+        minutes = self._minutes + (time.time() - STATUS.began) / 60
+        return {
+            "perf/minutes": minutes,
+            "perf/max_memory_gb": max(self._memory, _peak_bytes() / 1e9),
+        }
+
+
+def _peak_bytes() -> float:
+    """The peak memory of the fullest local device; on a CPU, that of the process."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peak = max((float(s.get("peak_bytes_in_use", 0)) for s in stats), default=0.0)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return peak or float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from manus_jax.engines.protocol import EngineError
+from manus_jax.files import read_text
 
 KEY_VARIABLE = "VLLM_API_KEY"  # the name that vLLM uses
 MIDDLEWARE = "manus_jax.vllm.access.KeyedRoutes"
@@ -42,9 +43,10 @@ def read_api_key(file: str | Path | None) -> str | None:
     else:
         where = str(file)
         try:
-            key = Path(file).read_text(errors="replace").strip()
-        except OSError as error:
-            raise AccessError(f"the API key file {file} cannot be read: {error.strerror}") from None
+            key = read_text(Path(file)).strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise AccessError(f"the API key file {file} cannot be read: {reason}") from None
         if not key:
             raise AccessError(f"the API key file {file} is empty")
     if not key.isascii() or not key.isprintable() or " " in key:

@@ -15,11 +15,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from manus_jax.engines.protocol import EngineError
-from manus_jax.files import write_atomically
+from manus_jax.files import open_file, write_atomically
 
 _log = logging.getLogger(__name__)
 _FOLLOW_SECONDS = 2.0
-_MAX_CHARACTERS = 1 << 20  # more are not read: it is some other file
+_MAX_BYTES = 1 << 20  # more are not read: it is some other file
 
 
 class AddressError(EngineError):
@@ -29,8 +29,8 @@ class AddressError(EngineError):
 def read_addresses(path: Path) -> list[str]:
     """Each URL once, in order; none if the file does not exist yet."""
     try:
-        with path.open(errors="replace") as file:
-            text = file.read(_MAX_CHARACTERS)
+        with open_file(path) as file:
+            text = file.read(_MAX_BYTES).decode(errors="replace")
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -5,12 +5,16 @@ an invalid request, which every server would refuse, from a failed server, in wh
 server can take the request. What a server returns is checked before anything is trained on it.
 """
 
+import base64
 import contextlib
 import dataclasses
+import io
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from manus_jax.config.server_settings import VllmSettings
 from manus_jax.engines.protocol import EngineError, FinishReason, Generation, Request
@@ -18,7 +22,7 @@ from manus_jax.models.architecture import Architecture, ModelError, from_hf_conf
 from manus_jax.servers.bounded_http import BadResponse, parse_json
 from manus_jax.vllm.access import KEY_VARIABLE
 from manus_jax.vllm.http_connections import Connections
-from manus_jax.weights.manifest import Identity
+from manus_jax.weights.manifest import Identity, label_of
 
 # vLLM prepends this to the id of a request.
 _ID_PREFIX = "generate-tokens-"
@@ -48,16 +52,13 @@ class RequestRefused(EngineError):
 
 
 @dataclasses.dataclass(frozen=True)
-class PrefixCache:
-    """Prompt tokens looked up in the server's cache since it started, and those found."""
+class ServerLoad:
+    """What a server says about its load, summed over its engines; `kv_usage` is their maximum."""
 
-    queries: int = 0
-    hits: int = 0
-
-
-def label_of(identity: Identity) -> str:
-    """The name of a version on the servers."""
-    return f"{identity.number}-{identity.id}"
+    queries: int = 0  # prompt tokens looked up in the prefix cache since the start
+    hits: int = 0  # those found
+    waiting: int = 0  # requests that it has not started
+    kv_usage: float = 0.0  # share of the KV cache that running requests use
 
 
 class VllmServer:
@@ -74,7 +75,8 @@ class VllmServer:
     ) -> None:
         self.url = url.rstrip("/")
         self._settings = settings or VllmSettings(urls=(self.url,), push=False)
-        self._model = self.model_path = ""
+        self._model = self.model_path = self.dtype = ""
+        self._routing: tuple[int, int, int] | None = None  # layers, experts per token, experts
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._control = Connections(self.url, headers)
         self._generations = Connections(self.url, headers)
@@ -82,7 +84,7 @@ class VllmServer:
     def examine(self, max_length: int, push: bool, model: Architecture | None) -> int:
         """How many requests the server runs at once; IncompatibleServer if it cannot be used.
 
-        Sets `model_path`, the directory of the served model.
+        Sets `model_path`, the directory of the served model, and `dtype`, the type it computes in.
 
         Args:
           max_length: the context that is needed.
@@ -102,8 +104,11 @@ class VllmServer:
             config = dict(answer["vllm_config"])
             mode = _find(config, "logprobs_mode")
             transfer = _find(config, "weight_transfer_config") or {}
-            takes_weights = transfer.get("backend") == "manus_jax"
+            has_plugin = transfer.get("backend") == "manus_jax"
+            max_rank = int((_find(config, "lora_config") or {}).get("max_lora_rank", 0))
             max_requests = int(_find(config, "max_num_seqs"))
+            returns_experts = bool(_find(config, "enable_return_routed_experts"))
+            self.dtype = str(_find(config.get("model_config"), "dtype")).removeprefix("torch.")
             if not 1 <= max_requests <= _MAX_REQUESTS:
                 raise ValueError(f"max_num_seqs = {max_requests}")
         if mode != "processed_logprobs":
@@ -117,13 +122,22 @@ class VllmServer:
                 f"start it with --max-length {max_length}, or set rollout.max_total_tokens = "
                 f"{context}"
             )
-        if push and not takes_weights:
+        if push and not has_plugin:
             raise IncompatibleServer(
                 f"{self.url} was started without this project's plug-in and takes no weights: "
                 f"{_HOW_TO_START}"
             )
+        if self._settings.router_replay and not returns_experts:
+            raise IncompatibleServer(
+                f"{self.url} does not return experts, which vllm.router_replay needs: start it "
+                "with `python -m manus_jax.serve ... -- --enable-return-routed-experts`"
+            )
+        if push:
+            self._check_lora(max_rank)
+        if model is not None and model.num_experts:
+            self._routing = model.num_layers, model.experts_per_token, model.num_experts
         different = None
-        if model is not None and takes_weights:
+        if model is not None and has_plugin:
             answer = self._rpc("served_config", {})
             with self._parsing("/collective_rpc"):
                 different = _difference(model, dict(answer["results"][0]))
@@ -133,6 +147,13 @@ class VllmServer:
                 "start it from that model's directory, or from the versions in vllm.weights_dir"
             )
         return max_requests
+
+    def _check_lora(self, max_rank: int) -> None:
+        """Raises IncompatibleServer, given the highest rank of adapters; 0: it takes none."""
+        if max_rank:
+            raise IncompatibleServer(
+                f"{self.url} takes LoRA adapters only: start it without --lora-rank"
+            )
 
     def read_model(self) -> int:
         """Sets `model_path`; returns the context of the served model in tokens."""
@@ -151,10 +172,10 @@ class VllmServer:
         with self._parsing("/weight_info"):
             return str(answer["weight_version"])
 
-    def prefix_cache(self) -> PrefixCache:
+    def load_metrics(self) -> ServerLoad:
         content = self._content("GET", "/metrics", self._settings.check_timeout)
         with self._parsing("/metrics"):
-            return _prefix_cache(content.decode())
+            return _server_load(content.decode())
 
     def generate(
         self,
@@ -171,6 +192,16 @@ class VllmServer:
           version_of: the version of weights, given their label; None: they must not be used.
           vocab_size: of the model; None: not known.
         """
+        return self._generate(self._model, request, request_id, version_of, vocab_size)
+
+    def _generate(
+        self,
+        model: str,
+        request: Request,
+        request_id: str,
+        version_of: Callable[[str], int | None],
+        vocab_size: int | None,
+    ) -> Generation:
         how = request.sampling
         sampling = {
             "max_tokens": how.max_tokens,
@@ -185,18 +216,38 @@ class VllmServer:
         }
         if how.stop_strings:
             sampling["stop"] = list(how.stop_strings)
+        if self._settings.router_replay:
+            sampling["routed_experts_prompt_start"] = request.known_experts
         body = {
             "request_id": request_id,
-            "model": self._model,
+            "model": model,
             "token_ids": list(request.prompt_ids),
             "sampling_params": sampling,
         }
         timeout = self._settings.generate_timeout
         answer = self._call("POST", "/inference/v1/generate", timeout, body)
         with self._parsing("/inference/v1/generate"):
-            made = self._generation(answer["choices"][0], version_of)
+            choice = answer["choices"][0]
+            made = self._generation(choice, version_of)
             _check_generation(made, request, vocab_size)
+            if self._settings.router_replay:
+                experts = self._experts(choice["routed_experts"], request, made)
+                made = dataclasses.replace(made, experts=experts)
         return made
+
+    def _experts(self, encoded: str, request: Request, made: Generation) -> np.ndarray:
+        """The experts of a generation, sent as a file of NumPy in base64."""
+        try:
+            experts = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+        except (OSError, EOFError) as error:
+            raise ValueError(f"experts that are no array: {error}") from None
+        tokens = len(request.prompt_ids) + len(made.token_ids) - 1 - request.known_experts
+        layers, per_token, count = self._routing or (*experts.shape[1:], np.inf)
+        if experts.shape != (tokens, layers, per_token) or experts.dtype.kind not in "iu":
+            raise ValueError(f"experts {experts.dtype} {experts.shape} of {tokens} tokens")
+        if experts.size and not 0 <= experts.min() <= experts.max() < count:
+            raise ValueError(f"experts {experts.min()}..{experts.max()} of {count}")
+        return experts
 
     def _generation(
         self, choice: dict[str, Any], version_of: Callable[[str], int | None]
@@ -254,6 +305,12 @@ class VllmServer:
     def _fetch(self, root: Path, identity: Identity) -> None:
         where = {"directory": str(root.absolute()), "number": identity.number}
         self._rpc("fetch_weights", where)
+        held = self._await_fetched(identity)
+        if not held or any(version != dataclasses.asdict(identity) for version in held):
+            raise ServerFailure(f"{self.url} read a different version {identity.number} in {root}")
+
+    def _await_fetched(self, identity: Identity) -> list[Any]:
+        """What each worker holds, when all have read a version; ServerFailure if one cannot."""
         limit = self._settings.fetch_timeout
         deadline = time.monotonic() + limit
         while True:
@@ -268,14 +325,12 @@ class VllmServer:
                     f"{self.url} cannot take version {identity.number}: {problems[0]}"
                 )
             if not busy:
-                break
+                return held
             if time.monotonic() > deadline:
                 raise ServerFailure(
                     f"{self.url} did not read version {identity.number} in {limit:g} s"
                 )
             time.sleep(0.05)
-        if not held or any(version != dataclasses.asdict(identity) for version in held):
-            raise ServerFailure(f"{self.url} read a different version {identity.number} in {root}")
 
     def _rpc(self, method: str, arguments: dict[str, Any]) -> Any:
         body = {"method": method, "kwargs": arguments}
@@ -366,15 +421,16 @@ def _message(content: bytes) -> str:
         return content[:300].decode(errors="replace")
 
 
-def _prefix_cache(text: str) -> PrefixCache:
-    """Summed over all engines of the server, from Prometheus' text format."""
-    counts = {"queries": 0.0, "hits": 0.0}
+def _server_load(text: str) -> ServerLoad:
+    """From Prometheus' text format."""
+    names = ("prefix_cache_queries_total", "prefix_cache_hits_total", "num_requests_waiting")
+    found: dict[str, list[float]] = {f"vllm:{n}": [0.0] for n in (*names, "kv_cache_usage_perc")}
     for line in text.splitlines():
         name = line.partition("{")[0]
-        for key in counts:
-            if name == f"vllm:prefix_cache_{key}_total":
-                counts[key] += float(line.rpartition(" ")[2])
-    return PrefixCache(int(counts["queries"]), int(counts["hits"]))
+        if name in found:
+            found[name].append(float(line.rpartition(" ")[2]))
+    queries, hits, waiting = (int(sum(found[f"vllm:{name}"])) for name in names)
+    return ServerLoad(queries, hits, waiting, max(found["vllm:kv_cache_usage_perc"]))
 
 
 def _difference(model: Architecture, served: dict[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ import threading
 from typing import Any
 from urllib.parse import urlsplit
 
-from manus_jax.servers.bounded_http import exchange, readable
+from manus_jax.servers.bounded_http import exchange, readable, request_head
 
 
 class Connections:
@@ -21,6 +21,7 @@ class Connections:
     def __init__(self, url: str, headers: dict[str, str]) -> None:
         self._parts = urlsplit(url)
         self._headers = {**headers, "Content-Type": "application/json"}
+        self._head = b""
         self._lock = threading.Lock()
         self._idle: list[http.client.HTTPConnection] = []
         self._busy: set[http.client.HTTPConnection] = set()
@@ -47,8 +48,8 @@ class Connections:
                 connection,
                 method,
                 self._parts.path + path,
+                self._head,
                 content,
-                self._headers,
                 seconds,
                 max_bytes,
             )
@@ -93,9 +94,10 @@ class Connections:
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=seconds)
         try:
+            self._head = request_head(self._parts.netloc, self._headers)
             connection.connect()
             connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except ValueError as error:  # a host name that cannot be encoded
+        except ValueError as error:  # a host name or a key that cannot be encoded
             raise OSError(str(error)) from None
         with self._lock:
             if not self._closed:

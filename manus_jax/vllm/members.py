@@ -6,16 +6,19 @@ current weights; one that fails is marked down (`servers.health`) and returns by
 """
 
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 
 from manus_jax.engines.protocol import EngineError, Generation, Request
+from manus_jax.models.architecture import Architecture
 from manus_jax.servers.health import HEALTHY, BackOff, Health
-from manus_jax.vllm.client import PrefixCache, VllmServer
-from manus_jax.weights.manifest import Identity
+from manus_jax.vllm.client import IncompatibleServer, ServerFailure, ServerLoad, VllmServer
+from manus_jax.weights.manifest import Identity, label_of
 
+_log = logging.getLogger(__name__)
 _NEW = Health(problem="not reached yet")
 MAX_BAD_ANSWERS = 3
 """Generations in a row that cannot be used, before a server is marked down."""
@@ -49,7 +52,7 @@ class Member:
     incompatible: bool = False  # it cannot serve until it is started differently
     loading: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     counters: ServerCounters = dataclasses.field(default_factory=ServerCounters)
-    cache: PrefixCache = dataclasses.field(default_factory=PrefixCache)
+    load: ServerLoad = dataclasses.field(default_factory=ServerLoad)
     busy_since: float = 0.0
     check_at: float = 0.0  # time of the next health check
     attended: bool = False  # the pool runs a maintenance task on it
@@ -72,6 +75,58 @@ class Member:
         health = dataclasses.replace(self.health, incidents=failures)
         self.ready, self.health = False, health.mark_down(problem, now, back_off)
 
+    def examine(
+        self, max_length: int, push: bool, model: Architecture | None, dtype: str | None
+    ) -> tuple[int, str]:
+        """The server's capacity and the label of its weights; ServerFailure if incompatible.
+
+        `push`: the pool gives it weights. Another type than `dtype` is reported. A server in
+        service that still holds the weights it was given is not examined again.
+        """
+        label = self.server.weight_label() if self.ready else None
+        if label is not None and self.weights is not None and label == label_of(self.weights):
+            return self.capacity, label
+        capacity = self.server.examine(max_length, push, model)
+        label = self.server.weight_label()
+        if dtype not in (None, self.server.dtype):
+            _log.warning(
+                "%s computes in %s and engine.dtype is %s: start it with --dtype %s or set "
+                'engine.dtype = "%s"',
+                *(self.server.url, self.server.dtype, dtype, dtype, self.server.dtype),
+            )
+        if not push:
+            if self.served not in (None, (self.server.model_path, label)):
+                raise IncompatibleServer(self._other_weights(label))
+            self.served = (self.server.model_path, label)
+        return capacity, label
+
+    def find_problem(self) -> str | None:
+        """What is wrong with a server that should be in service."""
+        try:
+            self.server.check_health()
+            label = self.server.weight_label()
+            if self.served is not None:
+                self.server.read_model()
+        except ServerFailure as error:
+            return str(error)
+        if self.served not in (None, (self.server.model_path, label)):
+            return self._other_weights(label)
+        if self.weights is not None and label != label_of(self.weights):
+            return (
+                f"{self.server.url} was restarted: it holds weights {label!r} and was given "
+                f"{label_of(self.weights)!r}"
+            )
+        return None
+
+    def _other_weights(self, label: str) -> str:
+        """The message about a server that should keep its weights and does not."""
+        assert self.served is not None
+        path, before = self.served
+        return (
+            f"{self.server.url} serves {self.server.model_path} with weights {label!r} now, and "
+            f"served {path} with {before!r}: it was restarted; start it as before"
+        )
+
     def set_in_flight(self, count: int) -> None:
         """Also updates the total time with requests in flight."""
         now = time.monotonic()
@@ -84,7 +139,8 @@ class Member:
         return {
             **totals,
             "tokens_per_second": _rate(totals["tokens"], totals["busy_seconds"]),
-            "prefix_cache_hit_rate": _rate(self.cache.hits, self.cache.queries),
+            "prefix_cache_hit_rate": _rate(self.load.hits, self.load.queries),
+            "kv_usage": self.load.kv_usage,
             "in_flight": self.in_flight,
             "ready": self.ready,
         }

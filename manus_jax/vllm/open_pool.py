@@ -19,6 +19,7 @@ from typing import Any
 
 from manus_jax.config.server_settings import VllmSettings
 from manus_jax.engines.protocol import EngineError
+from manus_jax.models.adapter_files import AdapterWeights
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.huggingface import ModelCard
 from manus_jax.servers.processes import (
@@ -30,11 +31,13 @@ from manus_jax.servers.processes import (
 )
 from manus_jax.status import STATUS
 from manus_jax.vllm.access import KEY_VARIABLE, read_api_key
+from manus_jax.vllm.adapter_server import MERGED, AdapterServer
 from manus_jax.vllm.addresses import AddressFollower, read_addresses
 from manus_jax.vllm.client import IncompatibleServer, ServerFailure, VllmServer
 from manus_jax.vllm.gpu_partition import group_gpus, split_gpus, visible_gpus
 from manus_jax.vllm.pool import VllmPool
-from manus_jax.vllm.server_process import is_cpu_build, vllm_python
+from manus_jax.vllm.server_process import MAX_LORA_RANK, is_cpu_build, vllm_python
+from manus_jax.weights.adapters import AdapterPublisher
 from manus_jax.weights.publisher import Publisher
 
 _log = logging.getLogger(__name__)
@@ -51,24 +54,33 @@ def open_vllm(
     dtype: str,
     max_length: int,
 ) -> VllmPool:
-    """A pool with the given weights as version 0; closing it stops the servers started here.
+    """A pool with the given weights, whole or `AdapterWeights`, as version 0; closing it stops the
+    servers started here.
 
     The API key of servers elsewhere comes from the environment. Servers started here get a random
     one, because other users of the machine can reach their routes. `card` may be None if the
     servers keep their weights; they may then serve any model.
     """
     if settings.address_file is None and not settings.urls:
-        is_cpu_build(vllm_python(settings.python))  # raises if there is no vLLM to start
+        on_cpu = is_cpu_build(vllm_python(settings.python))  # raises if there is no vLLM to start
+        if on_cpu and settings.router_replay:
+            raise EngineError("vllm.router_replay is set, and vLLM returns experts on GPUs only")
     api_key = read_api_key(None)
     resources = contextlib.ExitStack()
     try:
-        publisher, first = None, None
+        publisher: Publisher | AdapterPublisher | None = None
+        first, served, rank = None, Path(), None
         if settings.push:
             assert card is not None
             root = _weights_root(settings, resources)
-            publisher = Publisher(
-                root / "versions", card, snapshot_every=settings.snapshot_every, background=True
-            )
+            if isinstance(params, AdapterWeights):
+                served, rank = params.base, params.adaptation.lora.rank
+                publisher = AdapterPublisher(root / "adapters", card, params.adaptation)
+            else:
+                served = root / "versions"
+                publisher = Publisher(
+                    served, card, snapshot_every=settings.snapshot_every, background=True
+                )
             resources.callback(publisher.close)
             first = publisher.publish(params, 0)
             assert first is not None
@@ -83,9 +95,13 @@ def open_vllm(
             assert publisher is not None
             api_key = secrets.token_urlsafe(32)
             logs = root / "logs"
-            supervisor = supervise(
-                settings, publisher.root, slots, dtype, max_length, logs, api_key
-            )
+            if settings.weights_dir is None:
+                logs = Path(tempfile.mkdtemp(prefix="manus-jax-vllm-logs-"))
+            if rank is not None:
+                check_base(served)
+            supervisor = supervise(settings, served, slots, dtype, max_length, logs, api_key, rank)
+            if settings.weights_dir is None:
+                resources.callback(_remove_logs, logs, supervisor)
             resources.callback(supervisor.stop)
             urls = supervisor.start()
         pool = VllmPool(
@@ -95,6 +111,7 @@ def open_vllm(
             publisher=publisher,
             target=None if first is None else first.identity,
             model=None if card is None else card.architecture,
+            dtype=dtype,
             api_key=api_key,
             resources=resources,
         )
@@ -112,15 +129,38 @@ def open_vllm(
     return pool
 
 
-def check_servers(settings: Any, max_length: int, model: Architecture | None) -> None:
+def check_base(base: Path) -> None:
+    """Raises EngineError if vLLM cannot load the base of adapters."""
+    if not (base / "config.json").is_file():
+        raise EngineError(
+            f"vLLM cannot load {base}, the base of the adapters, which is not a Hugging Face "
+            f"directory: set model.path to one (`python -m manus_jax.convert to-hf`), or {MERGED}"
+        )
+
+
+def check_servers(
+    settings: Any,
+    max_length: int,
+    model: Architecture | None,
+    lora_rank: int | None = None,
+    base: Path | None = None,
+) -> None:
     """Raises, before any weights are loaded, if servers elsewhere cannot be used.
 
     The directory of the weights must be writable. Servers that do not answer yet are waited for
-    later; if some answer, one of them must have the context, the plug-in and the model. Settings of
-    other engines, and servers started here, are not checked.
+    later; if some answer, one of them must have the context, the plug-in and the model, and take
+    adapters of `lora_rank`, if given. Servers started here must be able to load `base`, the model
+    of the adapters, if it is known. Settings of other engines are not checked.
     """
     if not isinstance(settings, VllmSettings):
         return
+    if lora_rank is not None and lora_rank > MAX_LORA_RANK:
+        raise EngineError(
+            f"vLLM takes adapters up to rank {MAX_LORA_RANK}, and lora.rank is {lora_rank}: choose "
+            f"a lower one, or {MERGED}"
+        )
+    if base is not None and settings.address_file is None and not settings.urls:
+        check_base(base)
     if settings.weights_dir is not None:
         _require_writable(Path(settings.weights_dir))
     urls = list(settings.urls)
@@ -129,6 +169,8 @@ def check_servers(settings: Any, max_length: int, model: Architecture | None) ->
     api_key, refusal = read_api_key(None), None
     for url in urls:
         server = VllmServer(url, settings, api_key)
+        if lora_rank is not None:
+            server = AdapterServer(url, settings, api_key, lora_rank)
         try:
             server.examine(max_length, settings.push, model)
             return
@@ -162,11 +204,12 @@ def supervise(
     max_length: int,
     logs: Path,
     api_key: str,
+    lora_rank: int | None = None,
 ) -> ServerSupervisor:
     """A supervisor, not yet started, of servers on this machine, each with its own GPUs if any.
 
-    A server that dies is restarted at its address from the newest snapshot in `model`; the pool
-    then brings it to the current weights.
+    A server that dies is restarted at its address from the newest snapshot in `model`, or from that
+    model itself with adapters; the pool then brings it to the current weights.
     """
     groups: list[tuple[str, ...]] = [()] * settings.servers
     if settings.gpus is not None:
@@ -174,13 +217,15 @@ def supervise(
         if isinstance(gpus, int):  # no learner has claimed GPUs
             gpus = split_gpus(visible_gpus(), gpus, shared=True)[1]
         groups = group_gpus([str(gpu) for gpu in gpus], settings.tensor_parallel)
-    more: list[str] = []
+    more = ["--enable-return-routed-experts"] * settings.router_replay
     if settings.tensor_parallel > 1:
         more += ["--tensor-parallel-size", str(settings.tensor_parallel)]
     if settings.gpu_memory_utilization is not None:
         more += ["--gpu-memory-utilization", f"{settings.gpu_memory_utilization:g}"]
     common = ["--model", str(model), "--max-length", str(max_length), "--dtype", dtype]
     common += ["--slots", str(-(-slots // len(groups)))]
+    if lora_rank is not None:
+        common += ["--lora-rank", str(lora_rank)]
     if settings.python is not None:
         common += ["--python", settings.python]
     environment = {**os.environ, KEY_VARIABLE: api_key}
@@ -218,6 +263,12 @@ def _weights_root(settings: VllmSettings, resources: contextlib.ExitStack) -> Pa
     root = Path(tempfile.mkdtemp(prefix="manus-jax-vllm-"))
     resources.callback(shutil.rmtree, root, ignore_errors=True)
     return root
+
+
+def _remove_logs(logs: Path, supervisor: ServerSupervisor) -> None:
+    """Removes the logs unless a server failed; the message about it names its log."""
+    if not supervisor.failures:
+        shutil.rmtree(logs, ignore_errors=True)
 
 
 def _await_addresses(path: Path, patience: float) -> list[str]:

@@ -26,16 +26,11 @@ from manus_jax.engines.protocol import EngineError, Generation, Request, check_r
 from manus_jax.models.architecture import Architecture
 from manus_jax.servers.health import BackOff
 from manus_jax.status import STATUS
-from manus_jax.vllm.client import (
-    BadAnswer,
-    IncompatibleServer,
-    RequestRefused,
-    ServerFailure,
-    VllmServer,
-    label_of,
-)
+from manus_jax.vllm.adapter_server import connect
+from manus_jax.vllm.client import BadAnswer, IncompatibleServer, RequestRefused, ServerFailure
 from manus_jax.vllm.members import MAX_BAD_ANSWERS, Job, Member, choose
-from manus_jax.weights.manifest import Identity
+from manus_jax.weights.adapters import AdapterPublisher
+from manus_jax.weights.manifest import Identity, label_of
 from manus_jax.weights.publisher import Publisher
 
 _log = logging.getLogger(__name__)
@@ -50,11 +45,12 @@ class VllmPool:
       urls: the servers, running or not yet; servers can be added and removed later.
       max_length: tokens of a prompt and its generation together; a server with a shorter context
         is incompatible.
-      publisher: publishes new weights, for `update_weights`.
+      publisher: publishes new weights, whole models or adapters, for `update_weights`.
       root: where weights are published; None: the servers keep their weights, which count as
         version 0.
       target: the version in `root` that servers must hold.
       model: the architecture that servers must serve; None: any.
+      dtype: the type that servers should compute in; others are reported. None: any.
       api_key: the key of the servers.
       resources: closed after the pool.
     """
@@ -67,10 +63,11 @@ class VllmPool:
         max_length: int,
         settings: VllmSettings,
         *,
-        publisher: Publisher | None = None,
+        publisher: Publisher | AdapterPublisher | None = None,
         root: Path | None = None,
         target: Identity | None = None,
         model: Architecture | None = None,
+        dtype: str | None = None,
         api_key: str | None = None,
         resources: contextlib.ExitStack | None = None,
     ) -> None:
@@ -80,6 +77,7 @@ class VllmPool:
         self._publisher = publisher
         self._root = publisher.root if publisher is not None else root
         self._model = model
+        self._dtype = dtype
         self._api_key = api_key
         self._resources = resources or contextlib.ExitStack()
         self._version = 0 if target is None else target.number
@@ -177,7 +175,8 @@ class VllmPool:
         url = _normalised(url)
         with self._change:
             if url not in self._members and self._closed is None:
-                self._members[url] = Member(VllmServer(url, self._settings, self._api_key))
+                server = connect(url, self._settings, self._api_key, self._publisher)
+                self._members[url] = Member(server)
                 self._grow_workers()
                 self._change.notify_all()
 
@@ -219,8 +218,10 @@ class VllmPool:
         """Current load, and totals per server since it joined."""
         with self._change:
             members = dict(self._members)
+            loads = [member.load for member in members.values() if member.ready]
             numbers: dict[str, float] = {
-                "queue_length": len(self._waiting),
+                "queue_length": len(self._waiting) + sum(load.waiting for load in loads),
+                "kv_usage": max((load.kv_usage for load in loads), default=0.0),
                 "in_flight": len(self._flying),
                 "servers": len(members),
                 "servers_ready": sum(member.ready for member in members.values()),
@@ -253,7 +254,8 @@ class VllmPool:
         """Puts a server into service with the current weights, or marks it down."""
         with member.loading:
             try:
-                capacity, label = self._examine(member)
+                push = self._root is not None
+                capacity, label = member.examine(self._max_length, push, self._model, self._dtype)
                 with STATUS.working(f"vLLM server {member.server.url}: new weights"):
                     while not self._put_in_service(member, self._load(member, label), capacity):
                         pass
@@ -263,24 +265,6 @@ class VllmPool:
                 with self._change:
                     member.incompatible = isinstance(error, IncompatibleServer)
                     self._mark_down(member, str(error))
-
-    def _examine(self, member: Member) -> tuple[int, str]:
-        """The server's capacity and the label of its weights; ServerFailure if incompatible.
-
-        A server in service that still holds the weights it was given is not examined again.
-        """
-        label = member.server.weight_label() if member.ready else None
-        if label is not None and member.weights is not None and label == label_of(member.weights):
-            return member.capacity, label
-        push = self._root is not None
-        capacity = member.server.examine(self._max_length, push, self._model)
-        label = member.server.weight_label()
-        if not push:
-            served = (member.server.model_path, label)
-            if member.served not in (None, served):
-                raise IncompatibleServer(_changed(member.server.url, member.served, served))
-            member.served = served
-        return capacity, label
 
     def _load(self, member: Member, label: str) -> Identity | None:
         target = self._target
@@ -312,32 +296,13 @@ class VllmPool:
         """A health check. It does not take `loading`: an update must not wait for it, and reports
         its own problems."""
         weights = member.weights
-        problem = self._problem(member)
+        problem = member.find_problem()
         with contextlib.suppress(ServerFailure):  # only metrics; the server works without them
-            member.cache = member.server.prefix_cache()
+            member.load = member.server.load_metrics()
         with self._change:
             updated = member.loading.locked() or member.weights is not weights
             if problem is not None and member.ready and not updated:
                 self._mark_down(member, problem)
-
-    def _problem(self, member: Member) -> str | None:
-        """What is wrong with a server that should be in service."""
-        try:
-            member.server.check_health()
-            label = member.server.weight_label()
-            if member.served is not None:
-                member.server.read_model()
-        except ServerFailure as error:
-            return str(error)
-        served = (member.server.model_path, label)
-        if member.served not in (None, served):
-            return _changed(member.server.url, member.served, served)
-        if member.weights is not None and label != label_of(member.weights):
-            return (
-                f"{member.server.url} was restarted: it holds weights {label!r} and was given "
-                f"{label_of(member.weights)!r}"
-            )
-        return None
 
     def _serve(self, job: Job, member: Member, attempt_id: str) -> None:
         """One attempt at a request."""
@@ -354,7 +319,7 @@ class VllmPool:
             if not self._is_current(job, attempt_id):
                 return
             with member.loading:
-                problem = self._problem(member)
+                problem = member.find_problem()
         with self._change:
             if not self._is_current(job, attempt_id):
                 return  # another attempt replaced this one, or the pool is closed
@@ -513,14 +478,6 @@ class VllmPool:
 
 def _normalised(url: str) -> str:
     return (url if "://" in url else f"http://{url}").rstrip("/")
-
-
-def _changed(url: str, before: tuple[str, str], now: tuple[str, str]) -> str:
-    """The message about a server that should keep its weights and does not."""
-    return (
-        f"{url} serves {now[0]} with weights {now[1]!r} now, and served {before[0]} with "
-        f"{before[1]!r}: it was restarted; start it as before"
-    )
 
 
 def _log_bug(task: "Future[None]") -> None:

@@ -19,20 +19,31 @@ from pathlib import Path
 
 from manus_jax.engines.protocol import EngineError
 from manus_jax.files import CHECKSUMS, verify_checksums
-from manus_jax.servers.launch import die_with_parent
+from manus_jax.servers.launch import adopt_orphans, die_with_parent, end_children
 from manus_jax.vllm.access import KEY_VARIABLE, MIDDLEWARE
 from manus_jax.vllm.addresses import AddressError, check_address_file, register, unregister
 from manus_jax.vllm.client import BadAnswer, IncompatibleServer, ServerFailure, VllmServer
 from manus_jax.vllm.gpu_partition import ORDER_VARIABLE, VISIBLE_VARIABLE
 from manus_jax.vllm.plugin import BACKEND
+from manus_jax.vllm.served_model import cpu_cache_bytes, weight_dtype
 from manus_jax.weights.manifest import SNAPSHOT, WeightsError, published_versions, version_directory
 from manus_jax.weights.shared_mirror import remove_unused_mirrors
 
 _log = logging.getLogger(__name__)
 PYTHON_VARIABLE = "MANUS_JAX_VLLM_PYTHON"
+CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+_CACHE_OPTIONS = (
+    "--kv-cache-memory-bytes",
+    "--gpu-memory-utilization",
+    "--num-gpu-blocks-override",
+)
 _READY_POLL_SECONDS = 0.5  # until the server is ready
 _LISTED_POLL_SECONDS = 5.0  # afterwards, to keep its address in the file
 _STOP_SECONDS = 15.0
+_WORKER_STOP_SECONDS = 5.0
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM allocates
+MAX_LORA_RANK = _LORA_RANKS[-1]
+_ADAPTERS = 4  # that may be in use at once; a fifth waits
 _MODEL_FILES = {
     "weights": ("*.safetensors", "*.bin"),
     "tokenizer": ("tokenizer*", "vocab*"),
@@ -103,10 +114,13 @@ def is_cpu_build(python: str) -> bool:
     return build == "cpu"
 
 
-def cpu_arguments(max_length: int | None) -> list[str]:
-    """What vLLM needs on a CPU: no compiler, and no chunked prefill, because a prompt split in two
-    kills the engine when its request has a seed ("CPU Generator does not use offset")."""
+def cpu_arguments(max_length: int | None, cache_bytes: int | None = None) -> list[str]:
+    """What vLLM needs on a CPU: no compiler, a size of the KV cache, and no chunked prefill,
+    because a prompt split in two kills the engine when its request has a seed ("CPU Generator does
+    not use offset")."""
     arguments = ["--enforce-eager", "--no-enable-chunked-prefill"]
+    if cache_bytes is not None:
+        arguments += ["--kv-cache-memory-bytes", str(cache_bytes)]
     if max_length is not None:
         arguments += ["--max-num-batched-tokens", str(max(2048, max_length))]
     return arguments
@@ -122,9 +136,15 @@ def server_command(
     slots: int,
     dtype: str,
     keyed: bool,
+    lora_rank: int | None = None,
     more: Sequence[str] = (),
 ) -> list[str]:
-    """The command line of a server; `more` comes last and takes precedence."""
+    """The command line of a server; `more` comes last and takes precedence.
+
+    `dtype` "auto" is the type of the model's weights; vLLM's own "auto" would make float32 16 bits.
+    With `lora_rank` it takes adapters up to that rank instead of whole models.
+    """
+    dtype = weight_dtype(model) if dtype == "auto" else dtype
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "policy", "--host", host, "--port", str(port)]
     command += ["--dtype", dtype, "--max-num-seqs", str(slots)]
@@ -133,16 +153,27 @@ def server_command(
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     command += ["--worker-extension-cls", "manus_jax.vllm.transfer.WeightsWorker"]
     command += ["--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']
+    if lora_rank is not None:
+        rank = next(size for size in _LORA_RANKS if size >= lora_rank)
+        command += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(_ADAPTERS)]
     if keyed:
         command += ["--middleware", MIDDLEWARE]
     if is_cpu_build(python):
-        command += cpu_arguments(max_length)
+        sized = CACHE_VARIABLE in os.environ or any(
+            word.replace("_", "-").startswith(_CACHE_OPTIONS) for word in more
+        )
+        size = None if sized else cpu_cache_bytes(model, dtype, slots, max_length)
+        command += cpu_arguments(max_length, size)
     return [*command, *more]
 
 
-def server_environment(python: str, api_key: str | None, gpus: str | None) -> dict[str, str]:
+def server_environment(
+    python: str, api_key: str | None, gpus: str | None, adapters: bool = False
+) -> dict[str, str]:
     """The environment of this process, with vLLM's routes for reinforcement learning enabled."""
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    if adapters:
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if api_key is not None:
         environment[KEY_VARIABLE] = api_key
     if gpus is not None:
@@ -173,7 +204,8 @@ def run_server(
 
     While the server answers, its address is in the file. The address is removed before the server
     is stopped, so that a pool uses other servers while this one can still refuse requests. vLLM
-    sometimes does not stop with requests in flight; it is then killed.
+    sometimes does not stop with requests in flight; it is then killed. Its workers, which may end
+    after it, have ended on return: the next server finds their memory free.
     """
     stopping = threading.Event()
     signals: list[int] = []
@@ -187,6 +219,7 @@ def run_server(
     server = VllmServer(url, api_key=environment.get(KEY_VARIABLE))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    adopt_orphans()
     parent = os.getpid()
     process = subprocess.Popen(
         command, env=environment, preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM)
@@ -215,6 +248,7 @@ def run_server(
     except subprocess.TimeoutExpired:
         process.kill()
         code = process.wait()
+    end_children(_WORKER_STOP_SECONDS)
     remove_unused_mirrors()  # vLLM's workers do not always end in an orderly way
     return 128 + signals[0] if signals else code
 

@@ -9,7 +9,8 @@ All tensors are loaded, because vLLM would leave the rest of a fused tensor empt
 
 On CPU this is slow, since every matrix is repacked, so the thread also loads a staged copy of the
 model, and the update only copies it over. The server then holds the weights twice, unless
-`MANUS_JAX_STAGE_WEIGHTS=0` is set. Runs in vLLM's environment, without JAX.
+`MANUS_JAX_STAGE_WEIGHTS=0` is set. Adapters are loaded by vLLM itself; here their files are checked
+first. Runs in vLLM's environment, without JAX.
 """
 
 import copy
@@ -17,12 +18,13 @@ import dataclasses
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -37,6 +39,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from manus_jax.files import DamagedError, verify_checksums
 from manus_jax.vllm.plugin import register
 from manus_jax.weights.manifest import Identity, TensorSpec, WeightsError
 from manus_jax.weights.mirror import TensorStore
@@ -81,15 +84,29 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         pass
 
     def fetch(self, directory: str, number: int) -> None:
-        """Starts bringing the mirror to a version, after any fetch that is still running."""
+        """Starts bringing the mirror to a version."""
+        self._start(self._fetch, Path(directory), number)
+
+    def check_adapter(self, directory: str) -> None:
+        """Starts checking the files of an adapter, whose content vLLM does not check."""
+        self._start(self._check_adapter, Path(directory))
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
+        """In a thread, after what is still running; `fetched` tells the result."""
         if self._thread is not None:
             self._thread.join()
-        self._problem, self._is_staged = None, False
-        arguments = (Path(directory), number)
-        self._thread = threading.Thread(target=self._fetch, args=arguments, daemon=True)
+        self._problem = None
+        self._thread = threading.Thread(target=work, args=arguments, daemon=True)
         self._thread.start()
 
+    def _check_adapter(self, directory: Path) -> None:
+        try:
+            verify_checksums(directory)
+        except DamagedError as error:
+            self._problem = str(error)
+
     def _fetch(self, directory: Path, number: int) -> None:
+        self._is_staged = False
         try:
             if self._mirror is None or self._mirror.root != directory:
                 self._close_mirror()
@@ -142,6 +159,8 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
     @torch.no_grad()
     def _load_into(self, model: Any, store: TensorStore) -> None:
+        if self.device.type == "cpu":
+            _forget_expert_kernels(model)
         initialize_layerwise_reload(model)
         model.load_weights(_tensors(store))
         finalize_layerwise_reload(model, self.model_config)
@@ -162,12 +181,28 @@ class WeightsWorker:
     """Methods for vLLM's workers (`--worker-extension-cls`), called through `/collective_rpc`."""
 
     weight_transfer_engine: FileWeightTransfer
+    rank: int
 
     def fetch_weights(self, directory: str, number: int) -> None:
         self.weight_transfer_engine.fetch(directory, number)
 
     def fetched_weights(self) -> dict[str, Any]:
         return self.weight_transfer_engine.fetched()
+
+    def check_adapter(self, directory: str) -> None:
+        self.weight_transfer_engine.check_adapter(directory)
+
+    def base_checksums(self) -> dict[str, int]:
+        """Checksums of the tensors in the served model's files by name, of the first worker."""
+        if self.rank:
+            return {}
+        directory = Path(self.weight_transfer_engine.model_config.model)
+        found = {}
+        for path in directory.glob("*.safetensors"):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (a safetensors handle is not a dict)
+                    found[name] = checksum(file.get_tensor(name))
+        return found
 
     def served_config(self) -> dict[str, Any]:
         """The served model's `config.json`, with transformers' defaults filled in."""
@@ -183,6 +218,16 @@ def _tensors(store: TensorStore) -> Iterator[tuple[str, torch.Tensor]]:
 def as_tensor(raw: np.ndarray, spec: TensorSpec) -> torch.Tensor:
     """A view of bytes `[bytes]` as a tensor of the given type and shape."""
     return torch.from_numpy(np.asarray(raw)).view(_DTYPES[spec.dtype]).reshape(spec.shape)
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """As in `models.adapter_files`: a sum of the bits of all values in bfloat16, each times an odd
+    number, modulo 2^32."""
+    total = tensor.to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
+    for size in reversed(tensor.shape):
+        odd = (2 * np.arange(size, dtype=np.uint32) + 1) * np.uint32(2654435761)
+        total = (total * torch.from_numpy(odd.view(np.int32))).sum(-1, dtype=torch.int32)
+    return int(total) % 2**32
 
 
 @torch.no_grad()
@@ -205,6 +250,8 @@ def _copy_of(model: torch.nn.Module) -> torch.nn.Module:
     modules: dict[Any, Any] = {None: None}
     for module in model.modules():
         modules[module] = copied = copy.copy(module)
+        if _has_expert_kernel(module):  # which loading replaces
+            copied.quant_method = copy.copy(module.quant_method)
         copied._parameters, copied._buffers = own(module._parameters), own(module._buffers)
         copied._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
         known, info = get_layerwise_info(module), get_layerwise_info(copied)
@@ -231,6 +278,18 @@ def _copy_into(model: torch.nn.Module, staged: torch.nn.Module) -> None:
     for module, other in zip(model.modules(), staged.modules(), strict=True):
         if "cpu_linear" in vars(other):
             module.cpu_linear = other.cpu_linear
+
+
+def _has_expert_kernel(module: Any) -> bool:
+    return getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None
+
+
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
+    """On CPU the matrices of experts are packed when their kernel is made. vLLM keeps the kernel of
+    a model that is loaded again, and would leave the new matrices unpacked."""
+    modules: Iterator[Any] = model.modules()
+    for module in filter(_has_expert_kernel, modules):
+        module.quant_method.moe_kernel = None
 
 
 def _repack_heads(model: torch.nn.Module) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manus_jax.engines.protocol import EngineError
-from manus_jax.files import write_atomically
+from manus_jax.files import read_text, write_atomically
 
 MANIFEST = "manifest.json"
 DELTA = "delta.safetensors"
@@ -36,6 +36,11 @@ class Identity:
 
     number: int
     id: str
+
+
+def label_of(identity: Identity) -> str:
+    """The name of a version on the servers."""
+    return f"{identity.number}-{identity.id}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +105,7 @@ def read_manifest(root: Path, number: int) -> Manifest:
     """Reads a manifest and verifies its checksum."""
     path = version_directory(root, number) / MANIFEST
     try:
-        text = path.read_text()
+        text = read_text(path)
         record = json.loads(text)
         del record["checksum"]
         damaged = text != _with_checksum(record)

@@ -98,7 +98,7 @@ class Publisher:
         self._adding: Future[None] | None = None
         self._since_snapshot = 0
         self._started = False
-        with _disk_errors(self.root):
+        with disk_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
             self._lock = lock_directory(self.root)
             remove_unfinished(self.root, MANIFEST)
@@ -123,7 +123,7 @@ class Publisher:
             raise WeightsError(f"{directory} exists and is not a published version")
         # The copy of the last version is overwritten here: after a failure, publish a snapshot.
         self._last.held = None
-        with _disk_errors(self.root), contextlib.ExitStack() as on_failure:
+        with disk_errors(self.root), contextlib.ExitStack() as on_failure:
             begin_directory(directory)
             on_failure.callback(remove_directory, directory, MANIFEST)
             directory.mkdir()
@@ -244,7 +244,7 @@ class Publisher:
 
     def _add_snapshot(self, manifest: Manifest, directory: Path) -> None:
         """Adds a snapshot to a published version, while servers load its delta."""
-        with _disk_errors(self.root):
+        with disk_errors(self.root):
             # The manifest is replaced before the checksums exist, by which `prune` and servers that
             # start find a snapshot: what they find can also be read as a version.
             self._write_snapshot(manifest, directory).write(directory)
@@ -294,7 +294,8 @@ def prune(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def _disk_errors(root: Path) -> Iterator[None]:
+def disk_errors(root: Path) -> Iterator[None]:
+    """Converts errors in writing to `root` to WeightsError."""
     try:
         yield
     except OSError as error:

@@ -307,7 +307,7 @@ def test_a_server_that_dies_in_mid_episode_is_a_lost_connection() -> None:
     assert caught.value.kind is FailureKind.CONNECTION
 
 
-def test_a_port_where_nobody_listens_is_a_lost_connection() -> None:
+def test_a_port_without_a_listener_is_a_lost_connection() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"

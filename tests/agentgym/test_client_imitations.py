@@ -86,7 +86,7 @@ def test_alfworld_tells_of_its_failures_with_status_200() -> None:
         assert failure_of(session, "look").kind is FailureKind.ERROR_ANSWER
 
 
-def test_searchqa_goes_on_after_a_wrong_answer_and_ends_with_the_right_one() -> None:
+def test_searchqa_continues_after_a_wrong_answer_and_ends_with_the_right_one() -> None:
     with serving(searchqa()) as url:
         session = opened("searchqa", url)
         assert session.reset(51713).endswith("Question: capital of France (51713)?")

@@ -111,7 +111,7 @@ def test_a_bad_answer_to_a_trial_is_enough() -> None:
     assert bad(granted(lost(A, now=0.0)), now=1.0).health.incidents == 2
 
 
-def test_an_unknown_item_says_nothing_about_the_server() -> None:
+def test_an_unknown_item_does_not_mark_the_server_down() -> None:
     assert failed(A, FailureKind.ITEM, 0.0, 0.0, POLICY) is A
 
 

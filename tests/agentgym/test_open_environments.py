@@ -91,9 +91,9 @@ def test_environments_with_the_same_items_everywhere_need_no_question() -> None:
     nowhere = ["http://127.0.0.1:1"]
     check_items({"babyai": nowhere, "sciworld": nowhere}, EnvPoolSettings(), "the oracle plays")
     with pytest.raises(
-        ServerSetupError, match=r"the oracle plays: this project has no tasks of alf"
+        ServerSetupError, match=r"the oracle plays: this project has no tasks of mov"
     ):
-        check_items({"alfworld": nowhere}, EnvPoolSettings(), "the oracle plays")
+        check_items({"movie": nowhere}, EnvPoolSettings(), "the oracle plays")
     with pytest.raises(ServerSetupError, match=r"maze at http://127\.0\.0\.1:1: GET /: .*refused"):
         check_items({"maze": nowhere}, EnvPoolSettings(), "the oracle plays")
 

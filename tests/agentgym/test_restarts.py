@@ -171,7 +171,7 @@ def test_a_server_without_persistent_connections_is_judged_by_failed_calls(
             second.step(LAST)
 
 
-def test_a_restart_without_persistent_connections_is_noticed_while_nobody_calls(
+def test_a_restart_without_persistent_connections_is_noticed_between_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool_module, "PING_SECONDS", 0.02)
@@ -194,7 +194,7 @@ def test_a_restart_without_persistent_connections_is_noticed_while_nobody_calls(
                     session.step(LAST)
 
 
-def test_a_restart_behind_a_gateway_is_noticed_while_nobody_calls(
+def test_a_restart_behind_a_gateway_is_noticed_between_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool_module, "PING_SECONDS", 0.02)

@@ -227,7 +227,7 @@ def test_has_signal_keeps_groups_whose_outcomes_differ():
     groups = jnp.array([0, 0, 1, 1, 2, 3, 3])
     valid = jnp.array([1, 1, 1, 1, 1, 1, 0])
     # Group 0 is all right, group 2 alone, group 3 alone once the failed row is out.
-    kept = advantages.has_signal(outcomes, groups, valid)
+    kept = jax.jit(advantages.has_signal)(outcomes, groups, valid)
     np.testing.assert_array_equal(kept, [False, False, True, True, False, False, False])
 
 

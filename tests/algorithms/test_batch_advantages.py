@@ -2,10 +2,11 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
-from manus_jax.algorithms.batch_advantages import add_advantages
+from manus_jax.algorithms.batch_advantages import add_advantages, mismatch_of_batch
 from manus_jax.algorithms.kl import FixedKL
 from manus_jax.algorithms.recipes import RECIPES
 from manus_jax.data.tasks import Task
@@ -181,3 +182,25 @@ def test_gigpo_tells_apart_steps_from_the_same_state():
     result, _ = advantages([episode("g", 1.0), episode("g", 0.0)], recipe)
     good, bad = on_agent_tokens(result, "advantages")
     assert (good > 0).all() and (bad < 0).all()
+
+
+def test_the_mismatch_is_over_agent_tokens_and_compiles_nothing_for_another_number_of_them():
+    compiled = []
+    listen = lambda event, seconds, **_: compiled.append(event)
+
+    def mismatch(*pieces):
+        batch = to_batch([episode("g", 1.0, pieces)], LAST)
+        # The sampler's log-probs are -1; outside the loss mask, anything may stand.
+        log_probs = np.where(batch.batch["loss_mask"], -1.25, 7.0).astype(np.float32)
+        return mismatch_of_batch(batch, log_probs)
+
+    first = mismatch((2, 3), (1, 2))
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        other = mismatch((5, 4), (1, 7), (3, 1))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not [event for event in compiled if "compile" in event]
+    for metrics in (first, other):
+        assert metrics["log_prob_diff_mean"] == metrics["log_prob_diff_max"] == 0.25
+        assert metrics["kl_k1"] == 0.25

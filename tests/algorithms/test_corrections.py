@@ -59,9 +59,9 @@ def test_weights_are_detached_and_one_on_policy(name):
 
 def test_extreme_ratios_stay_finite():
     far = SAMPLER.at[0, 0].set(1e4)
-    weights, _ = corrections.importance_weights(
-        Correction("sequence", "truncate", high=1e9), far, SAMPLER, MASK, SEGMENTS, 3
-    )
+    correction = Correction("sequence", "truncate", high=1e9)
+    weights_of = jax.jit(partial(corrections.importance_weights, correction, num_segments=3))
+    weights, _ = weights_of(far, SAMPLER, MASK, SEGMENTS)
     assert np.all(np.isfinite(weights))
 
 
@@ -134,8 +134,9 @@ def test_mismatch_metrics_match_numpy(variant):
 
 
 def test_mismatch_metrics_of_equal_policies_and_of_nothing():
-    same = corrections.mismatch_metrics(SAMPLER, SAMPLER, MASK)
+    metrics = jax.jit(corrections.mismatch_metrics)
+    same = metrics(SAMPLER, SAMPLER, MASK)
     assert same["effective_sample_size"] == 1 and same["prob_pearson"] == 1
     assert same["kl_k3"] == 0 and same["log_prob_diff_max"] == 0
-    empty = corrections.mismatch_metrics(LEARNER, SAMPLER, jnp.zeros((1, 7)))
+    empty = metrics(LEARNER, SAMPLER, jnp.zeros(MASK.shape))
     assert all(np.isfinite(value) for value in empty.values())

@@ -77,7 +77,7 @@ def test_each_episode_counts_once_however_many_steps_it_took():
         anchor_ids=jnp.arange(6).reshape(2, 3),
         turn_ids=jnp.zeros((2, 1), int),
     )
-    adv = gigpo.gigpo(SCORES, GROUPS, VALID, steps, gamma=1.0)
+    adv = jax.jit(partial(gigpo.gigpo, gamma=1.0))(SCORES, GROUPS, VALID, steps)
     np.testing.assert_allclose(adv, [[0.5, 0.5, 0.5], [-0.5, 0, 0]])
 
 
@@ -92,13 +92,13 @@ def test_an_invalid_episode_leaves_both_parts_untouched():
 
 def test_padding_that_shares_an_id_with_a_cluster_does_not_enter_it():
     # STEPS pads with id 0, the id of A; its mean would be pulled to 0.125 otherwise.
-    returns = gigpo.step_returns(STEPS.rewards, STEPS.mask, 0.5)
-    adv = gigpo.step_advantages(returns, STEPS.mask, STEPS.anchor_ids)
+    returns = jnp.array([[0.5, 1, 0], [0, 0, 0]])
+    adv = jax.jit(gigpo.step_advantages)(returns, STEPS.mask, STEPS.anchor_ids)
     np.testing.assert_allclose(adv, [[0.25, 0, 0], [-0.25, 0, 0]])
 
 
 def test_tokens_get_the_advantage_of_their_turn():
-    adv = gigpo.to_tokens(
+    adv = jax.jit(gigpo.to_tokens)(
         jnp.array([[1.0, 2.0, 0], [3.0, 4.0, 0]]),
         STEPS.turn_ids,
         jnp.array([[1, 0, 1, 1], [1, 1, 0, 1]]),

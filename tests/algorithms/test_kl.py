@@ -70,11 +70,12 @@ def test_only_k2_has_the_gradient_of_the_divergence_in_expectation():
         weight = jax.lax.stop_gradient(jnp.exp(log_p))
         return jnp.sum(weight * kl.ESTIMATORS[name](log_p, ref))
 
-    true = jax.grad(divergence)(logits)
+    gradient = jax.jit(jax.grad(surrogate), static_argnums=1)
+    true = jax.jit(jax.grad(divergence))(logits)
     for name in ("k2", "k3+"):
-        np.testing.assert_allclose(jax.grad(surrogate)(logits, name), true, atol=1e-6)
+        np.testing.assert_allclose(gradient(logits, name), true, atol=1e-6)
     for name in ("k1", "k3"):
-        assert np.abs(jax.grad(surrogate)(logits, name) - true).max() > 0.05
+        assert np.abs(np.subtract(gradient(logits, name), true)).max() > 0.05
     for name in ("k1", "k3", "k3+"):
         np.testing.assert_allclose(surrogate(logits, name), divergence(logits), rtol=1e-5)
 

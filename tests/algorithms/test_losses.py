@@ -116,7 +116,7 @@ def test_gspo_gradient_is_that_of_the_sequence_objective(clips):
 
 def test_gspo_observation_tokens_do_not_enter_the_ratio():
     new, old = gspo_case()
-    fn = partial(losses.gspo, num_segments=3, clip_low=0.05, clip_high=0.1)
+    fn = jax.jit(partial(losses.gspo, num_segments=3, clip_low=0.05, clip_high=0.1))
     moved = jnp.where(MASK, new, new + 3.0)
     a = fn(new, old, SEGMENT_ADVANTAGES, MASK, SEGMENTS)[0]
     b = fn(moved, old, SEGMENT_ADVANTAGES, MASK, SEGMENTS)[0]
@@ -158,7 +158,7 @@ def test_on_policy_all_losses_have_one_gradient():
         lambda lp: losses.cispo(lp, x, adv, 0.2, 0.2),
         lambda lp: losses.reinforce(lp, x, adv),
     ):
-        gradient = jax.grad(lambda lp, fn=fn: fn(lp)[0].sum())(x)
+        gradient = jax.jit(jax.grad(lambda lp, fn=fn: fn(lp)[0].sum()))(x)
         np.testing.assert_allclose(gradient, -adv, rtol=1e-6)
 
 

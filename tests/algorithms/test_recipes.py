@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from manus_jax.algorithms import aggregation, gigpo, recipes
+from manus_jax.algorithms import aggregation, dpo, gigpo, recipes, sibling
 from manus_jax.algorithms.corrections import CORRECTIONS
 from manus_jax.algorithms.recipes import RECIPES, Recipe, compute_advantages, policy_loss
 
@@ -38,6 +38,14 @@ def random_batch(seed):
         anchor_ids=np.array([0, 0, 0, 8, 8, 16])[:, None] + rng.integers(0, 3, size=(B, K)),
         turn_ids=turn_ids,
     )
+    # The first group is a trunk and two branches, the second one two trunks.
+    tree = sibling.Tree(
+        parents=np.array([0, 0, 0, 3, 4, 5]),
+        branch_turns=np.array([0, 1, 1, 0, 0, 0]),
+        roots=np.array([True, False, False, True, True, True]),
+        taken=steps.mask,
+        turn_ids=turn_ids,
+    )
     return {
         "token_rewards": rewards,
         "mask": mask,
@@ -46,13 +54,15 @@ def random_batch(seed):
         "values": rng.normal(size=(B, T)).astype(np.float32),
         "greedy_scores": rng.normal(size=B).astype(np.float32),
         "steps": steps,
+        "tree": tree,
+        "preferences": dpo.Preferences(rng.normal(size=B).astype(np.float32), rng.random(B) < 0.5),
     }
 
 
 def test_the_recipes_are_all_there():
     assert set(recipes.RECIPES) == {
         *("ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"),
-        *("reinforce_pp_baseline", "remax", "gigpo", "grpo_passk"),
+        *("reinforce_pp_baseline", "remax", "gigpo", "grpo_passk", "sibling", "rft", "dpo"),
     }
 
 
@@ -63,9 +73,13 @@ def test_recipes_say_what_they_need():
     assert needing("needs_critic") == {"ppo"}
     assert needing("needs_greedy_baseline") == {"remax"}
     assert needing("needs_step_groups") == {"gigpo"}
+    assert needing("needs_tree") == {"sibling"}
     assert needing("dynamic_sampling") == {"dapo"}
-    assert set(recipes.RECIPES) - needing("needs_groups") == {"ppo", "remax", "reinforce_pp"}
-    assert set(recipes.RECIPES) - needing("needs_reference") == {"dr_grpo", "dapo", "gspo", "cispo"}
+    assert needing("needs_preferences") == {"dpo"}
+    assert needing("keeps") == {"rft", "dpo"}
+    every = set(recipes.RECIPES)
+    assert every - needing("needs_groups") == {"ppo", "remax", "reinforce_pp", "rft"}
+    assert every - needing("needs_reference") == {"dr_grpo", "dapo", "gspo", "cispo", "rft"}
 
 
 def test_unknown_names_and_bad_combinations_are_refused_when_built():
@@ -109,7 +123,13 @@ def test_a_new_algorithm_is_a_function_and_a_line(registries):
 
 @pytest.mark.parametrize(
     ("name", "missing"),
-    [("ppo", "values"), ("remax", "greedy_scores"), ("gigpo", "steps")],
+    [
+        ("ppo", "values"),
+        ("remax", "greedy_scores"),
+        ("gigpo", "steps"),
+        ("sibling", "tree"),
+        ("dpo", "preferences"),
+    ],
 )
 def test_a_missing_input_is_named(name, missing):
     batch = random_batch(0) | {missing: None}
@@ -133,7 +153,7 @@ def test_a_row_without_agent_tokens_does_not_shift_its_group():
     # Scores 1 and 3 alone; with a third of 0 the mean would be 4/3.
     rewards = jnp.array([[1.0, 0.0], [3.0, 0.0], [5.0, 0.0]])
     mask = jnp.array([[1, 1], [1, 0], [0, 0]])
-    adv, _ = compute_advantages(RECIPES["dr_grpo"], rewards, mask, jnp.zeros(3, int), jnp.ones(3))
+    adv, _ = jitted(RECIPES["dr_grpo"], rewards, mask, jnp.zeros(3, int), jnp.ones(3))
     np.testing.assert_allclose(adv, [[-1, -1], [1, 0], [0, 0]])
 
 
@@ -182,9 +202,11 @@ def test_advantages_do_not_see_observation_tokens(name, seed):
         for key, source in [*batch.items(), ("turn_ids", batch["steps"].turn_ids)]:
             if key in spread:
                 spread[key][row, places[row]] = source[row][batch["mask"][row]]
-    steps = batch["steps"]._replace(turn_ids=spread.pop("turn_ids"))
+    turn_ids = spread.pop("turn_ids")
+    steps = batch["steps"]._replace(turn_ids=turn_ids)
+    tree = batch["tree"]._replace(turn_ids=turn_ids)
     before = advantages_of(name, batch)
-    after = advantages_of(name, batch | spread | {"steps": steps})
+    after = advantages_of(name, batch | spread | {"steps": steps, "tree": tree})
     for x, y in zip(before, after, strict=True):
         for row in range(B if x is not None else 0):
             expected = x[row, batch["mask"][row]]

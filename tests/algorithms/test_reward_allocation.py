@@ -22,9 +22,6 @@ def allocated(variant, name, reward, steps=(0.0, 0.0), gamma=1.0, mask=MASK, tur
     return fn(mask[None], turns[None], jnp.array([reward]), jnp.array([steps]), gamma)[0]
 
 
-eager = lambda fn: fn
-
-
 @both
 def test_last_token_takes_all(variant):
     np.testing.assert_allclose(allocated(variant, "last_token", 3.0), [0, 0, 0, 0, 3, 0, 0])
@@ -48,12 +45,12 @@ def test_discounted_matches_hand_calculation(variant):
 @pytest.mark.bug("B13")
 def test_discounted_at_gamma_one_is_not_multiplied_by_the_number_of_turns():
     # Each of two turns gets half; unnormalised it would be 3 each.
-    token_rewards = allocated(eager, "discounted", 3.0, gamma=1.0)
+    token_rewards = allocated(jax.jit, "discounted", 3.0, gamma=1.0)
     np.testing.assert_allclose(token_rewards, [0, 0.75, 0.75, 0, 1.5, 0, 0])
 
 
 def test_discounted_at_gamma_zero_is_the_last_turn_alone():
-    token_rewards = allocated(eager, "discounted", 3.0, gamma=0.0)
+    token_rewards = allocated(jax.jit, "discounted", 3.0, gamma=0.0)
     np.testing.assert_allclose(token_rewards, [0, 0, 0, 0, 3, 0, 0])
 
 
@@ -68,7 +65,7 @@ def test_per_turn_reward_of_a_silent_turn_goes_to_the_nearest_agent_token():
     mask, turns = jnp.array([0, 0, 1, 1, 0, 1]), jnp.array([0, 0, 1, 1, 2, 3])
     # Turn 0 has no agent token and none before it: the first. Turn 2 has none: turn 1's last.
     steps = [1.0, 2.0, 4.0, 8.0]
-    token_rewards = allocated(eager, "per_turn", 15.0, steps, mask=mask, turns=turns)
+    token_rewards = allocated(jax.jit, "per_turn", 15.0, steps, mask=mask, turns=turns)
     np.testing.assert_allclose(token_rewards, [0, 0, 1, 6, 0, 8])
 
 

@@ -41,11 +41,13 @@ REQUIRED = {
     "train": {"train.run_dir": "runs/x", "env.names": ["maze"]},
     "sft": {"sft.run_dir": "runs/x"},
     "evaluate": {"evaluate.out_dir": "x", "evaluate.policies": ["oracle"], "env.names": ["maze"]},
+    "endpoint": {},
 }
 READ = {
     "train": commands.read_train_config,
     "sft": commands.read_sft_config,
     "evaluate": commands.read_evaluate_config,
+    "endpoint": commands.read_endpoint_config,
 }
 
 
@@ -68,7 +70,7 @@ def test_every_binding_is_read_by_the_command_or_refused_with_its_reader(command
             continue
         readers = [other for other, names in READS.items() if name in names]
         if name in OF_ENGINES:
-            readers = ["train", "evaluate"]
+            readers = ["train", "evaluate", "endpoint"]
         message = (
             f"{name} is set, but {command} does not read it; it is read by {', '.join(readers)}"
         )
@@ -150,8 +152,8 @@ def test_every_setting_has_a_reader():
 @pytest.mark.parametrize("command", READ)
 def test_the_written_config_gives_the_same_settings_again(command, tmp_path):
     given = REQUIRED[command]
-    if command != "sft":
-        given = given | {"env.urls": {"maze": ["http://10.0.0.7:36001"] * 4}, "rollout.top_p": 0.5}
+    more = {"env.urls": {"maze": ["http://10.0.0.7:36001"] * 4}, "rollout.top_p": 0.5}
+    given = given | {name: value for name, value in more.items() if name in READS[command]}
     first = read(command, given)
     path = tmp_path / "config.gin"
     path.write_text(config_text(first, READS[command]))
@@ -173,10 +175,12 @@ RUN = ("run_dir", "total_steps", "save_freq", "test_freq", "export")
 RUN += ("keep_checkpoints", "strict_resume", "max_bad_updates")
 MAY_CHANGE = {
     "algorithm.reference",
+    "lora.export_merged",
     "optimizer.state",
     *setting_names("mesh", "distributed", "status", "compilation", "env_pool", "vllm"),
-    *("engine.slots", "engine.cache_tokens", "engine.tensor", "engine.max_steps"),
-    *("env.urls", "env.servers_per_env"),
+    *("engine.slots", "engine.cache_tokens", "engine.devices", "engine.tensor"),
+    "engine.max_steps",
+    *("env.urls", "env.servers_per_env", "env.python"),
     *("train.next_command", "train.tensorboard", "train.wandb_project", "train.profile_steps"),
     *(f"{group}.{field}" for group in ("train", "sft") for field in RUN),
 }

@@ -13,7 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from manus_jax import command, convert, evaluate, plan, publish, report, serve, sft, traces, train
+from manus_jax import (
+    command,
+    convert,
+    endpoint,
+    evaluate,
+    plan,
+    publish,
+    report,
+    serve,
+    sft,
+    traces,
+    train,
+)
 from manus_jax.config.binding import ConfigError
 from manus_jax.evaluation import comparison
 from manus_jax.models import loading
@@ -25,7 +37,7 @@ COMMANDS = {
     name: module.main
     for name, module in (
         *(("train", train), ("sft", sft), ("evaluate", evaluate), ("plan", plan)),
-        *(("serve", serve), ("publish", publish), ("convert", convert)),
+        *(("serve", serve), ("publish", publish), ("convert", convert), ("endpoint", endpoint)),
         *(("report", report), ("traces", traces)),
     )
 }
@@ -125,6 +137,10 @@ FILES = {
     "range.gin": "train.batch_size = 0\n",
     "syntax.gin": "train.batch_size 3\n",
     "loop.gin": "include 'loop.gin'\n",
+    "exit.gin": "import exits\n",
+    "exits.py": "import sys\nsys.exit(5)\n",
+    "config/config.json": json.dumps(CONFIG),
+    "binary.json": bytes(range(256)),
     "lost.gin": "include 'nowhere.gin'\n",
 }
 
@@ -135,7 +151,10 @@ def inputs(tmp_path_factory):
     for name, content in FILES.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    (path / "link.gin").symlink_to("link.gin")
+    for name in ("link.gin", "link", "linked_run/checkpoints"):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).symlink_to(Path(name).name)
+    os.mkfifo(path / "pipe.gin")
     os.mkfifo(path / "pipe")
     return path
 
@@ -143,6 +162,7 @@ def inputs(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def here(inputs, monkeypatch):
     monkeypatch.chdir(inputs)
+    monkeypatch.syspath_prepend(str(inputs))
     for written in ("run", "out"):
         shutil.rmtree(written, ignore_errors=True)
 
@@ -157,6 +177,16 @@ BINDINGS = {
             *("{'scale': True}", "{'scale': 1e999}", "{'clip': -1}", "{'clip': [1]}"),
         ],
         "algorithm.reward_allocation": ["'nope'", "''", "['last_token']"],
+        "chat.template_kwargs": ["{1: 2}", "[]", "{'messages': 3}", "{'enable_thinking': False}"],
+        "chat.thinking": ["'kep'", "'off'", "None", "True"],
+        "env.python": ["{'maze': 'nope'}", "{'maze': '/bin/true'}", "{'maze': 'directory'}"],
+        "lora.alpha": ["0", "3.0", "1e999"],
+        "lora.rank": ["0", "-1", "1.5", "100000", "True"],
+        "lora.target_modules": ["['q_proj']", "[]", "''"],
+        "optimizer.name": ["'sgd'", "3"],
+        "rollout.strategy": ["'program'", "'nope'", "''", "3"],
+        "rollout.strategy_parameters": ["{'x': 1}", "3", "[]", "{1: 1}"],
+        "train.trajectories": ["['nope']", "['good.jsonl']", "[3]", "['']", "['file', 'file']"],
         "algorithm.kl_estimator": ["'k9'", "''"],
         "algorithm.kl_placement": ["'los'", "'none'"],
         "algorithm.kl_coef": ["0", "-0.1", "1e9"],
@@ -167,12 +197,26 @@ BINDINGS = {
         "algorithm.dual_clip": ["1", "0.5", "-3"],
         "algorithm.similarity": ["0", "1.5"],
         "algorithm.mini_batch_size": ["0", "-1", "2.5"],
+        # Not read by grpo, by a fixed KL coefficient, or without a schedule.
+        "algorithm.critic_lr": ["1e-3"],
+        "algorithm.cliprange_value": ["0.1"],
+        "algorithm.step_weight": ["0.5"],
+        "algorithm.max_gen_batches": ["3"],
+        "algorithm.norm_constant": ["100.0"],
+        "algorithm.target_kl": ["0.2"],
+        "algorithm.kl_horizon": ["3"],
+        "train.turns_schedule_steps": ["3"],
+        "optimizer.min_lr_ratio": ["0.1"],
+        "train.max_staleness": ["-1", "1001", "0.5", "100000"],
         "rollout.action_format": ["'recat'", "''"],
-        "rollout.temperature": ["-1", "1e999", "'hot'"],
+        "rollout.temperature": ["0", "-1", "1e999", "'hot'"],
         "rollout.max_tokens_per_turn": ["0", "1000000000000", "True"],
         "rollout.max_total_tokens": ["1024", "16", "0"],
         "rollout.prompt_source": ["'data'", "None"],
-        "env.names": ["['mazee']", "['webarena']", "['maze', 'maze']", "'maze'", "[]", "['']"],
+        "env.names": [
+            *("['mazee']", "['webarena']", "['maze', 'maze']", "'maze'", "[]", "['']"),
+            *("['gym:']", "['mcp:']", "['verifiers: ']", "['openenv:h:1']", "['json:loads']"),
+        ],
         "env.urls": [
             *("{'wordle': 'http://h:1'}", "{'maze': []}", "{'maze': ['ftp://h']}", "['http://h']"),
             *("{'maze': 'http://h:99999'}", "{'maze': 3}", "{'maze': 'a b'}", "{3: 'http://h:1'}"),
@@ -181,10 +225,13 @@ BINDINGS = {
         "engine.slots": ["0", "-1", "1000000000", "1.5", "12"],
         "engine.cache_tokens": ["0", "-1", "1.5", "1024", "10000"],
         "engine.tensor": ["0", "3", "1.5", "'all'"],
+        "engine.devices": ["-1", "8", "0.5"],
+        "rollout.min_in_flight": ["0", "100000", "'few'"],
         "vllm.servers": ["1", "-1", "'one'"],
         "vllm.urls": ["['http://h:1']", "'http://h:1'"],
         "train.run_dir": [
             *("''", "' '", "'file'", "'file/run'", "'{nope}'", "'a\\0b'", "'/dev/null/x'", "3"),
+            *("'link'", "'linked_run'", "'/proc/run'"),
             *(repr("x" * 300), repr("x/" * 3000), "None"),
         ],
         "train.batch_size": ["0", "-1", "1000000000", "2.0", "True", "'8'", "None", "[8]", "10**9"],
@@ -197,7 +244,7 @@ BINDINGS = {
         "train.total_steps": ["0", "1000000000000", "1e3"],
         "train.save_freq": ["0", "-5", "0.5"],
         "warm_start.steps": ["0", "-1", "1.5"],
-        "warm_start.random_share": ["1", "-0.1", "2"],
+        "warm_start.random_share": ["1.5", "-0.1", "2"],
         "optimizer.lr": ["0", "-1", "1e999", "1e30", "'1e-3'", "nan", "inf", "None"],
         "optimizer.b1": ["1", "2", "-0.1"],
         "optimizer.b2": ["1.0", "1e9"],
@@ -281,8 +328,9 @@ BINDINGS = {
             *("[]", "['orcale']", "['nope']", "['oracle', 'oracle']", "[3]", "'oracle'", "['']"),
             *("['file']", "['directory']", "['no_tokenizer']", "['cut_config']"),
             *("['list_config']", "['unknown_model']", "['no_sizes']", "['empty_checkpoint']"),
+            *("['openai:']", "['openai:m']", "['openai:m@h:1']", "['openai:m@http://a..b/v1']"),
         ],
-        "evaluate.out_dir": ["''", "'file'", "'file/out'", "'a\\0b'", repr("x" * 300)],
+        "evaluate.out_dir": ["''", "'file'", "'file/out'", "'a\\0b'", "'link'", repr("x" * 300)],
         "evaluate.samples": ["0", "-1", "1000000000"],
         "evaluate.tasks_per_env": ["0", "1000000000"],
         "evaluate.split": ["'val'", "''"],
@@ -327,7 +375,8 @@ ARGUMENTS: dict[str, list[list[str]]] = {
         *(["--gin_param=train.seed = %X"], ["--gin_param=train.seed = @train"], ["--gin_param"]),
         *(["--gin_param=train.seed = [["], ["--gin_param=train.seed = '"], ["more"], ["-x"]),
         *(["--gin_param=train.seed == 1"], ["--gin_param=train.seed ="], ["--resume"]),
-        *(["--gin_file=link.gin"], ["--gin_file=/dev/zero"]),
+        *(["--gin_file=link.gin"], ["--gin_file=/dev/zero"], ["--gin_file=pipe.gin"]),
+        *(["--gin_file=exit.gin"], ["x" * 100_000]),
     ],
     "plan": [
         *([], ["--topology"], ["--topology="], ["--topology=v9:2x2"], ["--topology=v5e"]),
@@ -339,6 +388,8 @@ ARGUMENTS: dict[str, list[list[str]]] = {
         *([TOPOLOGY, f"--json={p}"] for p in ("", "pipe", "file/x", "directory", "a\0b", LONG)),
         *([TOPOLOGY, f"--architecture={a}"] for a in ("gpt-9", "", "file", "directory", "a\0b")),
         *([TOPOLOGY, f"--architecture={a}"] for a in ("cut_config", "no_sizes", "list_config")),
+        *([TOPOLOGY, f"--architecture={a}"] for a in ("binary.json", "deep.json", "link", "pipe")),
+        *([TOPOLOGY, "--json=link"], [TOPOLOGY, "--json=/"]),
         *([TOPOLOGY, TOPOLOGY], [TOPOLOGY, "--slices=1_0"], [TOPOLOGY, "--slices= 1"]),
         *([TOPOLOGY, "--architectur=qwen3-8b"], [TOPOLOGY, "more"], [TOPOLOGY, "--slice=1"]),
     ],
@@ -350,9 +401,15 @@ ARGUMENTS: dict[str, list[list[str]]] = {
         *([*MODEL, "--max-length", n] for n in ("0", "-1", "x", "1000000000000")),
         *([*MODEL, "--python", p] for p in ("/nope/python", "directory")),
         *([*MODEL, "--host", h] for h in ("0.0.0.0", "not a host", "")),
-        *([*MODEL, "--api-key-file", f] for f in ("nope", "directory", "empty", "a\0b")),
+        *([*MODEL, "--api-key-file", f] for f in ("nope", "directory", "empty", "a\0b", "pipe")),
+        *([*MODEL, "--api-key-file", f] for f in ("binary.jsonl", "link", "/dev/zero")),
         *([*MODEL, "--address-file", f] for f in ("directory", "file/x", "", "a\0b")),
         *([*MODEL, "--prot=3"], [*MODEL, "--", "--api-key=x"]),
+    ],
+    "endpoint": [
+        *([], ["--model"], ["--modl", "x"], [*MODEL, "--gin_param=train.seed = 1"]),
+        *(["--model", m] for m in ("nope", "file", "directory", "", "a\0b", LONG, "cut_config")),
+        *([*MODEL, "--port", p] for p in ("-1", "65536", "http", "")),
     ],
     "publish": [
         *([], ["nope"], ["--to", "out"], ["nope", "--to", "out"], ["file", "--to", "out"]),
@@ -378,6 +435,8 @@ ARGUMENTS: dict[str, list[list[str]]] = {
         *(["from-hf", "--hf", "no_tokenizer", "--out", o] for o in ("", "file", "file/x", "a\0b")),
         *(["to-hf", "--checkpoint", c, "--out", "out"] for c in ("nope", "file", "directory", "")),
         *(["to-hf", "--checkpoint", "no_checkpoint", "--out", o] for o in ("out", "file/x", "")),
+        *(["to-hf", "--checkpoint", "empty_checkpoint", "--out", o] for o in ("/", "link")),
+        ["from-hf", "--hf", "no_tokenizer", "--out", "config"],
         *(["to-hf", "--checkpoint", "empty_checkpoint", "--out", "out"], ["to-hf", "--chekpoint"]),
         *(
             ["to-hf", "--checkpoint", "empty_checkpoint/checkpoints/9", "--out", "out"],
@@ -386,12 +445,14 @@ ARGUMENTS: dict[str, list[list[str]]] = {
     ],
     "report": [
         *([], ["nope"], ["file"], ["directory"], [""], ["a\0b"], [LONG], ["directory", "more"]),
-        *(["directory", "--out", o] for o in ("", "pipe", "file/x", "directory", "a\0b")),
+        *(["directory", "--out", o] for o in ("", "pipe", "file/x", "directory", "a\0b", "link")),
         *(["directory", "--outt", "x"], ["directory", "--ot=x"]),
     ],
     "traces": [
         *([], ["maze"], ["maze", "--n", "1"], ["maze", "--out", "t.parquet"]),
-        *([name, *TRACES[1:]] for name in ("mazee", "", "webarena", "alfworld")),
+        *([name, *TRACES[1:]] for name in ("mazee", "", "webarena", "movie")),
+        *([name, *TRACES[1:]] for name in ("gym:", "mcp:", "verifiers:", "openenv:ftp://h")),
+        *([*TRACES, "--policy", p] for p in ("", "nope", "openai:", "openai:m@http://a..b/v1")),
         *(["maze", "--n", n, "--out", "t.parquet"] for n in ("0", "-1", "x", "1.5", "100000")),
         *(["maze", "--n", "1", "--out", o] for o in ("", "file/x", "directory", "a\0b", LONG)),
         *(["maze", "--n", n, "--out", "t.parquet"] for n in ("\u0661", "1_0", " 1")),

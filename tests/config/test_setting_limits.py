@@ -34,21 +34,31 @@ READ = {
 }
 # What a value at the end of its range needs of other settings of its group.
 COMPANIONS: dict[str, dict[str, Any]] = {
+    "algorithm.kl_horizon": {"algorithm.kl_controller": "adaptive"},
+    "algorithm.target_kl": {"algorithm.kl_controller": "adaptive"},
     "data.max_length": {"data.rows": 1},
     "data.rows": {"data.max_length": 2},
     "data.train_weights": {"data.train_files": ["a.json"]},
+    "data.stage_tasks": {"data.train_files": ["a.json", "b.json"]},
     "distributed.process_id": {"distributed.processes": None},
     "env_pool.first_retry": {"env_pool.longest_retry": 10**6},
     "env_pool.longest_retry": {"env_pool.first_retry": 5e-324},
+    "lora.alpha": {"lora.rank": 1},
+    "lora.export_merged": {"lora.rank": 1},
+    "lora.target_modules": {"lora.rank": 1},
     "mesh.data": {"mesh.fsdp": 1},
     "mesh.sequence": {"mesh.fsdp": 1},
     "mesh.tensor": {"mesh.fsdp": 1},
+    "optimizer.min_lr_ratio": {"optimizer.schedule": "cosine"},
     "rollout.max_total_tokens": {"rollout.min_turn_tokens": 1},
+    "rollout.min_in_flight": {"rollout.max_in_flight": 10**5},
     "rollout.min_turn_tokens": {"rollout.max_tokens_per_turn": 1},
+    "rollout.thinking_tokens": {"rollout.max_tokens_per_turn": 2**22},
     "scratch.num_heads": {"scratch.num_kv_heads": 1},
     "scratch.num_kv_heads": {"scratch.num_heads": 1024},
     "train.batch_size": {"train.group_size": 1},
     "train.group_size": {"train.batch_size": 1},
+    "train.turns_schedule_steps": {"train.turns_schedule": [1]},
     "vllm.first_retry": {"vllm.longest_retry": 10**6},
     "vllm.gpu_memory_utilization": {"vllm.gpus": 1},
     "vllm.gpus": {"vllm.servers": 0},
@@ -217,7 +227,7 @@ def test_text_that_no_file_or_address_can_have_is_refused(name):
     kind = field_of(name)[0].metadata.get("text", "text")
     for text in {
         "path": ("  ", "x" * 256, "gs://bucket/run"),
-        "url": ("ftp://x", "http://", "h:0", "a b"),
+        "url": ("ftp://x", "http://", "h:0", "a b", "http://a..b", f"http://{'x' * 64}"),
     }.get(kind, ()):
         refused(name, [text] if listed else text)
 

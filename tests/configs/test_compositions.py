@@ -11,18 +11,22 @@ from pathlib import Path
 import pytest
 from mesh_devices import HARDWARE
 
-from manus_jax.agentgym.table import ENVIRONMENTS
+from manus_jax.agentgym.environments import environment
 from manus_jax.algorithms.recipes import RECIPES
 from manus_jax.config.commands import read_train_config
 from manus_jax.learner.mesh import batch_shards, check_batch, check_model, make_mesh
 from manus_jax.models.attention import pick_implementation
 from manus_jax.planning.architectures import find_architecture
 from manus_jax.rollout.build_rollout import check_play, with_engine_settings
+from manus_jax.rollout.strategies.registry import StrategyError, declared
 from manus_jax.training.build import check_sizes
 from manus_jax.training.learner_specs import make_recipe
 
 ROOT = Path(__file__).parents[2]
+# Those of the project; other tests may have registered more.
+ENVIRONMENTS = sorted(p.stem for p in (ROOT / "manus_jax/agentgym/prompts").glob("*.toml"))
 MODELS = ("qwen2.5-7b", "qwen3-8b")
+PUBLISHED = sorted((ROOT / "configs" / "published").glob("*.gin"))
 # The only settings that hardware files set, by binding or by group.
 OF_HARDWARE = {
     *("mesh", "vllm", "compute.remat", "data.rows", "data.max_length"),
@@ -91,7 +95,28 @@ def test_every_environment_and_every_recipe_runs_on_it(hardware):
 @pytest.mark.parametrize("hardware", HARDWARE)
 def test_every_combination_runs_on_it(hardware):
     for env, recipe in itertools.product(ENVIRONMENTS, RECIPES):
-        check(env, recipe, hardware)
+        config = composed(env, recipe, hardware)
+        if declared(config.rollout.strategy).replays and environment(env).lasting_effects:
+            with pytest.raises(StrategyError, match=f"actions in {env} have effects that last"):
+                check(env, recipe, hardware)
+        else:
+            check(env, recipe, hardware)
+
+
+@pytest.mark.parametrize("hardware", ("gpus_one_host", "tpu_v5e_64"))
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_published_recipes_run_on_it_with_their_models(path, hardware):
+    machine = ROOT / "configs" / "hardware" / f"{hardware}.gin"
+    config = with_engine_settings(read_train_config([str(path), str(machine)], []))
+    check_sizes(config, make_recipe(config.algorithm))
+    check_play(config.env, config.rollout)
+    mesh = mesh_of(hardware)
+    kernel = pick_implementation(mesh.devices.flat[0].platform)
+    check_batch(config.data.rows, config.data.max_length, mesh, kernel)
+    for model in ("qwen2.5-1.5b", "qwen2.5-7b"):
+        check_model(find_architecture(model), mesh, kernel)
+    last = config.train.turns_schedule[-1:] or (config.rollout.max_turns,)
+    assert last == (config.rollout.max_turns,)
 
 
 @pytest.mark.parametrize("model", MODELS)

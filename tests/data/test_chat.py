@@ -151,7 +151,7 @@ def test_records_that_are_no_message_say_why(record, error):
 
 
 def test_chatml_tokens_are_the_template_and_the_mask_is_the_agent_with_its_end(chatml):
-    encoded = ChatStream(chatml).encode(EPISODE)
+    [encoded] = ChatStream(chatml).encode(EPISODE)
     assert chatml.decode(encoded.input_ids) == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
         "<|im_start|>user\nYou are given few useful crafting recipes.<|im_end|>\n"
@@ -169,7 +169,7 @@ def test_chatml_tokens_are_the_template_and_the_mask_is_the_agent_with_its_end(c
 
 
 def test_llama3_tokens_and_mask(llama3):
-    encoded = ChatStream(llama3).encode([user(" Goal "), agent(" get 1 "), user("Got")])
+    [encoded] = ChatStream(llama3).encode([user(" Goal "), agent(" get 1 "), user("Got")])
     assert llama3.decode(encoded.input_ids) == (
         "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nGoal<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\nget 1<|eot_id|>"
@@ -179,7 +179,7 @@ def test_llama3_tokens_and_mask(llama3):
 
 
 def test_turn_ends_point_at_the_end_of_turn_tokens(chatml):
-    encoded = ChatStream(chatml).encode([*EPISODE, user("Got"), agent("Done", False), user("x")])
+    [encoded] = ChatStream(chatml).encode([*EPISODE, user("Got"), agent("Done", False), user("x")])
     assert len(encoded.turn_ends) == 3
     stop = chatml.convert_tokens_to_ids("<|im_end|>")
     assert encoded.input_ids[list(encoded.turn_ends)].tolist() == [stop] * 3
@@ -189,7 +189,7 @@ def test_turn_ends_point_at_the_end_of_turn_tokens(chatml):
 
 def test_whitespace_before_the_end_of_turn_token_is_sampled_too():
     tokenizer = byte_level(LLAMA2, ["<|startoftext|>", "</s>"], "</s>")
-    encoded = ChatStream(tokenizer).encode([user("a"), agent("b"), user("c"), agent("d")])
+    [encoded] = ChatStream(tokenizer).encode([user("a"), agent("b"), user("c"), agent("d")])
     assert tokenizer.decode(encoded.input_ids) == (
         "<|startoftext|>[INST] a [/INST] b </s><|startoftext|>[INST] c [/INST] d </s>"
     )
@@ -200,7 +200,7 @@ def test_text_that_would_merge_across_the_boundary_stays_apart(chatml):
     one_shot = chatml("<|im_start|>assistant\n\n\nx", add_special_tokens=False)["input_ids"]
     prompt = chatml("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
     assert one_shot[: len(prompt)] != prompt, "this text is one that merges"
-    encoded = ChatStream(chatml).encode([user("go"), agent("\n\nx")])
+    [encoded] = ChatStream(chatml).encode([user("go"), agent("\n\nx")])
     sampled = chatml("\n\nx<|im_end|>", add_special_tokens=False)["input_ids"]
     assert encoded.input_ids[-len(sampled) :].tolist() == sampled
     assert encoded.loss_mask.sum() == len(sampled)
@@ -236,7 +236,7 @@ def test_encoding_equals_a_rollout_that_samples_the_same_turns(
             more = stream.extend(sampled, [user(seen)])
             ids, mask = ids + more, mask + [False] * len(more)
             messages.append(user(seen))
-    encoded = ChatStream(tokenizer).encode(messages)
+    [encoded] = ChatStream(tokenizer).encode(messages)
     assert encoded.input_ids.tolist() == ids
     assert encoded.loss_mask.tolist() == mask
 
@@ -245,7 +245,7 @@ def test_the_end_of_turn_is_found_where_eos_is_another_token():
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     base = byte_level(QWEN25, special, "<|endoftext|>")
     assert ChatStream(base).stop_id == base.convert_tokens_to_ids("<|im_end|>")
-    encoded = ChatStream(base).encode([user("a"), agent("b")])
+    [encoded] = ChatStream(base).encode([user("a"), agent("b")])
     assert base.decode(encoded.input_ids[encoded.loss_mask]) == "b<|im_end|>"
 
 
@@ -262,7 +262,7 @@ def test_real_conversations_train_on_what_the_agent_said_and_nothing_else(name):
     tokenizer = train_tokenizer([turn["value"] for row in rows for turn in row], 600)
     names = {"human": "user", "gpt": "assistant"}
     for row in rows:
-        encoded = ChatStream(tokenizer).encode([message_from_record(turn) for turn in row])
+        [encoded] = ChatStream(tokenizer).encode([message_from_record(turn) for turn in row])
         whole = "".join(
             f"<|im_start|>{names[turn['from']]}\n{turn['value']}<|im_end|>\n" for turn in row
         )
@@ -305,20 +305,11 @@ def test_extend_needs_something_that_follows(chatml):
         ChatStream(chatml).extend([1], [])
 
 
-# templates that rewrite history
+# templates that rewrite history (more in test_thinking.py)
 
 
-def test_a_template_that_rewrites_history_is_refused_by_turn(thinking):
-    with pytest.raises(
-        ChatTemplateError, match=r"row 7: .*rewrites history: message 3 \(assistant\).*message 5"
-    ):
-        ChatStream(thinking).encode(EPISODE, name="row 7")
-    with pytest.raises(ChatTemplateError, match=r"rewrites history: message 1 .*message 2 follows"):
-        ChatStream(thinking).encode([user("a"), agent("b"), user("c")])
-
-
-def test_such_a_template_still_serves_one_trained_turn_and_rollouts(thinking):
-    encoded = ChatStream(thinking).encode(EPISODE[:4])
+def test_a_template_that_rewrites_history_serves_one_trained_turn_and_rollouts(thinking):
+    [encoded] = ChatStream(thinking).encode(EPISODE[:4])
     assert thinking.decode(encoded.input_ids[encoded.loss_mask]) == (
         "<think>\n\n</think>\n\nThought:\nLook.\n\nAction:\ninventory<|im_end|>"
     )
@@ -376,9 +367,10 @@ def test_a_trained_tokenizer_reads_as_before_in_a_directory_of_any_family(tmp_pa
     text = "hello  world 1234 don't DON'T cafe\u0301 \n\n x"
     made = train_tokenizer([*TEXTS, text, text], 340, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-    assert open_tokenizer(tmp_path)(text)["input_ids"] == made(text)["input_ids"]
+    assert open_tokenizer(tmp_path, 2**20)(text)["input_ids"] == made(text)["input_ids"]
 
 
+@pytest.mark.slow
 def test_a_trained_tokenizer_survives_saving_and_is_deterministic(tmp_path):
     from transformers import AutoTokenizer  # takes seconds where torch is installed
 
@@ -390,7 +382,7 @@ def test_a_trained_tokenizer_survives_saving_and_is_deterministic(tmp_path):
     assert loaded.pad_token_id != loaded.eos_token_id
     text = "Thought: größer 好 \t\n\n  x<|im_end|>"
     assert loaded.decode(loaded(text)["input_ids"]) == text
-    before, after = ChatStream(made).encode(EPISODE), ChatStream(loaded).encode(EPISODE)
+    [before], [after] = ChatStream(made).encode(EPISODE), ChatStream(loaded).encode(EPISODE)
     assert before.input_ids.tolist() == after.input_ids.tolist()
     assert loaded.decode(ChatStream(loaded).start([user("hi")])) == (
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -417,3 +409,15 @@ def test_another_process_trains_the_same_tokenizer():
 def test_a_vocabulary_too_small_for_bytes_is_refused():
     with pytest.raises(ValueError, match="vocab_size 258 is too small: 256 bytes and 3 special"):
         train_tokenizer(TEXTS, 258)
+
+
+def test_a_truncating_tokenizer_gives_whole_prompts(chatml) -> None:
+    """Other users of the tokenizer may have left it in a state in which it truncates."""
+    stream = ChatStream(chatml)
+    expected = stream.start([user("go there")])
+    chatml(["go", "go there and back"], truncation=True, max_length=2)
+    try:
+        assert chatml.backend_tokenizer.truncation is not None
+        assert stream.start([user("go there")]) == expected
+    finally:
+        chatml("go")

@@ -77,6 +77,26 @@ def test_weights_are_exact_and_never_run_ahead(weights):
                 assert counts[f"s{i}"] == weight * draws // total
 
 
+def test_stages_play_each_source_alone_before_they_are_mixed():
+    mix = [(name, tasks_of(name, 3), 1.0) for name in "abc"]
+    mixture = Mixture(mix, seed=1, stage_tasks=4)
+    dealt = [task.env for task in mixture.next_batch(18)]
+    assert dealt[:12] == [*"aaaabbbbcccc"]
+    assert Counter(dealt[12:]) == {"a": 2, "b": 2, "c": 2}
+    weighted = Mixture([(n, tasks_of(n, 3), w) for n, w in (("a", 1), ("b", 3))], stage_tasks=5)
+    assert Counter(task.env for task in weighted.next_batch(18)) == {"a": 5 + 2, "b": 5 + 6}
+
+
+@pytest.mark.parametrize("before", [3, 4, 9, 13])
+def test_a_stage_is_resumed_where_it_stopped(before):
+    mix = [(name, tasks_of(name, 3), 1.0) for name in "abc"]
+    stopped, whole = (Mixture(mix, seed=1, stage_tasks=4) for _ in range(2))
+    stopped.next_batch(before)
+    resumed = Mixture(mix, seed=1, stage_tasks=4)
+    resumed.restore(json.loads(json.dumps(stopped.state())))
+    assert ids(resumed.next_batch(9)) == ids(whole.next_batch(before + 9))[before:]
+
+
 @pytest.mark.bug("B32")
 def test_a_batch_larger_than_the_dataset_runs_on_into_the_next_epochs():
     mixture = Mixture([("a", tasks_of("a", 3), 1.0)], seed=1)

@@ -210,6 +210,13 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path):
     assert "no column 'conversations' or 'messages'; the columns are" in message_of(error)
 
 
+def test_two_columns_of_the_same_name_are_refused(tmp_path):
+    columns = [pa.array(["maze_1"]), pa.array(["maze_2"])]
+    pq.write_table(pa.table(columns, names=["item_id", "item_id"]), tmp_path / "x.parquet")
+    with pytest.raises(DatasetError, match="has two columns 'item_id'"):
+        read_tasks(tmp_path / "x.parquet")
+
+
 def test_files_that_cannot_be_read_say_so_in_a_line(tmp_path):
     good = write_parquet(tmp_path / "good.parquet", [openmanus_row(1)]).read_bytes()
     table = pa.table({"item_id": [f"maze_{n}" for n in range(1000)]})

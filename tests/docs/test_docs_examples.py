@@ -89,17 +89,17 @@ def test_no_code_stands_in_a_guide_without_being_run(guide):
 
 
 @functools.cache
-def options_of(program):
-    """What the help of a script, or of a module's `main`, lists."""
+def options_of(program, *action):
+    """What the help of a script, of a module's `main`, or of one of its actions lists."""
     if program.endswith(".sh"):
         text = subprocess.run([ROOT / program, "--help"], capture_output=True, text=True).stdout
     else:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as leaving:
-            importlib.import_module(program).main(["--help"])
+            importlib.import_module(program).main([*action, "--help"])
         assert leaving.value.code == 0
         text = printed.getvalue()
-    return set(re.findall(r"--[a-z_-]+[a-z]", text))
+    return set(re.findall(r"--[a-z](?:[a-z_-]*[a-z])?", text))
 
 
 def test_commands_that_are_only_shown_have_options_that_exist():

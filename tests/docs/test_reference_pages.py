@@ -142,7 +142,7 @@ def test_every_recipe_is_on_the_page_as_it_is():
             dual,
             recipe.aggregation,
             ", ".join(names[c] for c in recipe.corrections),
-            placed if recipe.needs_reference else "none",
+            placed if recipe.kl_placement != "none" else "none",
         ]
         peculiar = ", ".join(
             f"{field} = {getattr(recipe, field)}"

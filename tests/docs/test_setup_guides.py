@@ -9,6 +9,7 @@ import dataclasses
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from manus_jax.planning.architectures import find_architecture
 from manus_jax.rollout.build_rollout import with_engine_settings
 from manus_jax.training.build import check_sizes
 from manus_jax.training.learner_specs import make_recipe
+from manus_jax.vllm.access import read_api_key
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
@@ -142,6 +144,14 @@ def test_servers_are_started_with_options_that_exist(guide, line, tmp_path):
     assert "--gpus" in given and given <= options_of("manus_jax.serve")
 
 
+def test_servers_accept_the_key_and_other_users_cannot_read_it(tmp_path):
+    ((_, line),) = of("(umask")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(["bash", "-c", line], cwd=tmp_path, env={**os.environ, "PATH": path}, check=True)
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+    assert len(read_api_key(tmp_path / "key")) >= 32
+
+
 @pytest.mark.parametrize("program", ["manus_jax.report", "envs.serve", "scripts/rehearse.sh"])
 def test_other_commands_have_options_that_exist(program):
     assert of(program)
@@ -151,5 +161,12 @@ def test_other_commands_have_options_that_exist(program):
 
 
 def test_every_command_is_checked_by_one_of_these_tests():
-    checked = ("scripts/", "manus_jax.train", "manus_jax.plan", "manus_jax.report", "envs.serve")
+    checked = (
+        "(umask",
+        "scripts/",
+        "manus_jax.train",
+        "manus_jax.plan",
+        "manus_jax.report",
+        "envs.serve",
+    )
     assert all(parts(line)[1].startswith(checked) for _, line in COMMANDS)

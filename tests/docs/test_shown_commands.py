@@ -1,15 +1,19 @@
 """Commands that train or plan, wherever README, docs and configs/README.md show them, have settings
-that the program accepts; with a hardware file, they divide over its devices."""
+that the program accepts; with a hardware file, they divide over its devices. All other programs of
+this project that a page shows exist and have the options that they are given."""
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 from mesh_devices import HARDWARE
+from test_docs_examples import options_of
 from test_setup_guides import check_training
 
 from manus_jax.config.commands import read_train_config
+from manus_jax.config.vllm_options import check_options
 from manus_jax.rollout.build_rollout import with_engine_settings
 
 ROOT = Path(__file__).parents[2]
@@ -38,3 +42,55 @@ def test_a_command_has_settings_that_the_program_accepts(page, shown):
         check_training(words)
     else:
         with_engine_settings(read_train_config([str(ROOT / file) for file in files], params))
+
+
+# Programs of this project, wherever a page shows them: in a fence of any language, in an indented
+# block or inline. Words that stand for a value are capitals, "..." or in brackets.
+PROGRAMS = re.compile(
+    r"(?:^|[\s`(])(?:python -m ((?:manus_jax|envs)\.\w+)|(scripts/\w+\.sh)"
+    r"|python (benchmarks/\w+\.py))([^\n`#&|]*)"
+)
+OTHER_PAGES = (
+    *ROOT.glob("*.md"),
+    *(ROOT / "envs").glob("*.md"),
+    *(ROOT / "benchmarks").glob("*.md"),
+)
+
+
+def shown_programs():
+    for page in sorted({*PAGES, *OTHER_PAGES}):
+        text = re.sub(r"\s*\\\n\s*", " ", page.read_text())
+        for match in PROGRAMS.finditer(text):
+            yield str(page.relative_to(ROOT)), match[1] or match[2] or match[3], match[4]
+
+
+def test_every_program_that_a_page_shows_exists_and_has_the_options():
+    found = sorted(set(shown_programs()))
+    assert len(found) > 60
+    for page, program, rest in found:
+        if program.startswith("benchmarks/"):
+            assert (ROOT / program).is_file(), (page, program)
+            continue
+        own, _, after = rest.partition(" -- ")
+        if program == "manus_jax.serve":
+            check_options(after.split(), page)  # they are vLLM's
+            after = ""
+        action = own.split()[:1] if program == "manus_jax.convert" else ()
+        trains = program.startswith(("scripts/train_", "scripts/launch_"))
+        passed_on = "manus_jax.train" if trains else "manus_jax.serve"
+        for words, used in ((own, (program, *action)), (after, (passed_on,))):
+            given = set(re.findall(r"(?:^|[\s\[])(--[a-z][a-z_-]*)", words))
+            assert not given or given <= options_of(*used), (page, program, words)
+
+
+def test_every_extra_that_a_page_installs_exists():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    installed = {
+        name
+        for page in (*PAGES, *OTHER_PAGES)
+        for names in re.findall(r"(?:manus-jax|\.)\[([\w,]+)\]", page.read_text())
+        for name in names.split(",")
+    }
+    assert {"test", "plan", "cuda", "tpu"} <= installed <= set(extras)

@@ -257,7 +257,7 @@ def test_a_stop_id_ends_the_generation_and_is_part_of_it(engine_with):
     assert made.log_probs == full.log_probs[:end]
 
 
-def test_a_stop_string_over_two_tokens_ends_with_the_second_and_the_stream_goes_on(engine_with):
+def test_a_stop_string_over_two_tokens_ends_with_the_second_and_the_stream_continues(engine_with):
     engine = engine_with()
     prompt = ids_of(4, 20)
     full = generate(engine, prompt, seed=2, max_tokens=40)
@@ -404,7 +404,7 @@ def test_a_prompt_shared_by_a_group_is_computed_once(engine_with):
     assert group == [generate(alone, prompt, n, str(n), max_tokens=12) for n in range(6)]
 
 
-def test_closing_fails_what_runs_and_waits_and_refuses_what_comes(engine_with):
+def test_closing_fails_running_and_waiting_requests_and_refuses_new_ones(engine_with):
     waiting = []
 
     def close():

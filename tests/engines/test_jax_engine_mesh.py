@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from manus_jax.engines.cached_decoder import CachedDecoder
 from manus_jax.engines.jax_engine import JaxEngine
-from manus_jax.engines.layout import make_layout
+from manus_jax.engines.layout import make_layout, split_devices
 from manus_jax.engines.protocol import EngineError, Request, Sampling
 from manus_jax.engines.weight_copy import copy_weights
 from manus_jax.learner.mesh import make_mesh, param_shardings
@@ -19,6 +19,27 @@ from manus_jax.models.transformer import Compute, Transformer, init_params
 VOCAB, LENGTH, SESSIONS = 96, 300, 8
 ARCH = Architecture("qwen2", VOCAB, 32, 64, 2, 4, 2, 8, qkv_bias=True, initializer_range=0.3)
 PARAMS = init_params(Transformer, ARCH, Compute(), 0)
+
+
+def test_an_engine_with_devices_of_its_own_leaves_the_others_to_the_learner():
+    devices = jax.devices()
+    assert split_devices(0) == (None, [])
+    assert split_devices(2) == (devices[:-2], devices[-2:])
+    assert split_devices(2, devices[:3]) == (devices[:1], devices[1:3])
+    with pytest.raises(EngineError, match=r"engine\.devices = 8 leaves the learner none of the 8"):
+        split_devices(8)
+
+
+def test_weights_reach_an_engine_on_other_devices_than_the_learners():
+    learner, own = split_devices(1)
+    mesh = make_mesh(fsdp=1, devices=learner[:1])
+    placed = jax.device_put(PARAMS, param_shardings(PARAMS, mesh))
+    layout = make_layout(ARCH, own, slots=8, max_length=LENGTH)
+    copied = copy_weights(layout, placed)
+    assert {d for x in jax.tree.leaves(copied) for d in x.devices()} == set(own)
+    here = copy_weights(make_layout(ARCH, learner[:1], slots=8, max_length=LENGTH), placed)
+    for a, b in zip(jax.tree.leaves(copied), jax.tree.leaves(here), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 def ids_of(seed, length):

@@ -9,7 +9,7 @@ import pytest
 from manus_jax.engines.protocol import Sampling
 from manus_jax.engines.sampling import no_controls, sample
 
-DRAWS = 6000
+DRAWS = 2000
 draw = jax.jit(sample)
 
 

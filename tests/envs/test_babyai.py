@@ -178,7 +178,7 @@ def test_the_oracle_wins_every_level(level: str) -> None:
     assert len(steps) < 100
 
 
-def test_splits_are_disjoint_and_leave_out_what_nobody_can_win() -> None:
+def test_splits_are_disjoint_and_omit_unsolvable_items() -> None:
     train, test = set(SPEC.items("train")), set(SPEC.items("test"))
     assert not train & test
     assert len(train) == 39 * 900 and len(test) == 39 * 100

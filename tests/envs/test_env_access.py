@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 from env_servers import AppServer, Client
 
-from envs import serve
+from envs import bounded_connection
 from envs.registry import ENVIRONMENTS, load
 from envs.server import build_app
 
@@ -124,7 +124,7 @@ def test_a_client_that_disconnects_leaves_no_traceback(
 def test_an_incomplete_request_is_closed_in_time(
     serve_app: AppServer, monkeypatch: pytest.MonkeyPatch, start: bytes
 ) -> None:
-    monkeypatch.setattr(serve, "REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(bounded_connection, "REQUEST_SECONDS", 0.3)
     url = serve_app(build_app(MAZE))
     with connect(url) as slow:
         slow.sendall(start)
@@ -139,6 +139,6 @@ def test_an_incomplete_request_is_closed_in_time(
 def test_an_endless_head_is_refused(serve_app: AppServer) -> None:
     url = serve_app(build_app(MAZE))
     with connect(url) as client:
-        client.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * (serve.MAX_HEAD_BYTES + 1))
+        client.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * (bounded_connection.MAX_HEAD_BYTES + 1))
         assert client.recv(100).startswith(b"HTTP/1.1 400")
     assert Client(url).get("/")[0] == 200

@@ -12,6 +12,7 @@ BEGINNINGS = {
     "maze": ["move ", "move up"],
     "wordle": ["s l a t ", "slat"],
     "babyai": ["go to ", "pickup ", "toggle and go through ", "go through ", "turn "],
+    "alfworld": ["go to cabinet 1", "go to ", "take apple 1 from ", "put ", "open ", "heat "],
     "sqlgym": ["SELECT ", "SELECT * FROM customer WHERE ", "WITH x AS (", "'", "PRAGMA "],
     "webshop": ["search[", "click[", "search[lamp]", "click[back to search]", "click[b0"],
     "weather": [

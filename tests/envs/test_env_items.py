@@ -1,5 +1,7 @@
 """`python -m envs.items`: task files of an environment's splits."""
 
+import os
+
 import pytest
 
 from envs import items, registry
@@ -19,8 +21,14 @@ def test_the_files_hold_the_splits_and_begin_with_the_evaluation_set(tmp_path):
     assert [t.item_id for t in listed.tasks] == [t.item_id for t in own.tasks]
 
 
-@pytest.mark.parametrize("name", ["chess", "no_such_module:SPEC"])
-def test_an_unknown_environment_is_one_line_and_exit_code_2(tmp_path, capsys, name):
+@pytest.mark.parametrize(
+    "name", ["chess", "no_such_module:SPEC", "raises:SPEC", "exits:SPEC", "cut:SPEC"]
+)
+def test_an_unknown_environment_is_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch, name):
+    (tmp_path / "raises.py").write_text("raise RuntimeError('no')")
+    (tmp_path / "exits.py").write_text("raise SystemExit(5)")
+    (tmp_path / "cut.py").write_text("def (")
+    monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(SystemExit) as leaving:
         items.main([name, "--out", str(tmp_path / "x")])
     assert leaving.value.code == 2
@@ -31,11 +39,14 @@ def test_files_that_cannot_be_written_are_one_line_and_nothing_is_lost(tmp_path,
     items.main(["maze", "--out", str(tmp_path)])
     items.main(["maze", "--out", str(tmp_path)])  # the same content again
     (tmp_path / "file").write_text("")
+    (tmp_path / "pipes").mkdir()
+    os.mkfifo(tmp_path / "pipes" / "train.json")
     before = (tmp_path / "train.json").read_bytes()
     for arguments, reason in (
         (["wordle", "--out", str(tmp_path)], "train.json exists with other content"),
         (["maze", "--out", str(tmp_path / "file")], "File exists"),
         (["maze", "--out", "/proc/absent/x"], "/proc/absent"),
+        (["maze", "--out", str(tmp_path / "pipes")], "train.json exists with other content"),
         (["maze"], "required: --out"),
     ):
         with pytest.raises(SystemExit) as leaving:

@@ -194,7 +194,7 @@ def test_ids_are_never_given_twice(serve_app: AppServer, echo: type[Echo]) -> No
 
 
 @pytest.mark.bug("B31")
-def test_sessions_nobody_uses_expire_and_their_games_are_closed(
+def test_unused_sessions_expire_and_their_games_are_closed(
     serve_app: AppServer, echo: type[Echo]
 ) -> None:
     now = [0.0]

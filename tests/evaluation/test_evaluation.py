@@ -174,6 +174,31 @@ def test_the_oracle_is_the_ceiling_and_chance_the_floor(
     assert "evaluate 80/80  random success" in shown
 
 
+@pytest.mark.slow
+def test_best_of_n_is_evaluated_as_pass_at_n(tmp_path: Path) -> None:
+    """With the environment's reward as the judge, and the same random numbers for attempt 0."""
+    usual = ("env.names = ['babyai']", "evaluate.tasks_per_env = 8", "rollout.max_turns = 15")
+    best = ("rollout.strategy = 'best_of_n'", "rollout.strategy_parameters = {'n': 4}")
+    success = {}
+    for name, more in (("once", ()), ("best", best)):
+        evaluate.main(arguments(tmp_path / name, ["random"], *usual, *more))
+        episodes = played(tmp_path / name, "random")
+        assert len(episodes) == 8
+        success[name] = {t.task.item_id for t in episodes if t.success}
+    assert success["once"] < success["best"]
+
+
+def test_a_strategy_of_several_episodes_is_not_evaluated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(tmp_path, ["random"], "env.names = ['maze']", "rollout.strategy = 'tree'")
+    monkeypatch.setattr(sys, "argv", ["evaluate", *args])
+    with pytest.raises(SystemExit) as exited:
+        command.run(evaluate.main)
+    assert exited.value.code == 2
+    assert "plays up to 2 episodes together" in capsys.readouterr().err
+
+
 @pytest.mark.bug("B9")
 def test_validation_in_training_is_the_same_code() -> None:
     eval_set = EvalSet(tuple(split_tasks("maze", "test", 4)))
@@ -303,14 +328,14 @@ def test_mistakes_end_in_one_line_before_anything_is_played(
     assert "'nowhere' is neither 'oracle' nor 'random' nor an existing directory" in text
     assert "env.names is required" in error(envs="[]")
     assert "unknown environment 'chess' (known: " in error(envs="['chess']")
-    text = error(envs="['alfworld']")
-    assert "alfworld has no embedded server" in text and "choose from babyai" in text
-    assert "alfworld has no oracle" in error(
-        "env.urls = {'alfworld': ['http://127.0.0.1:1']}", envs="['alfworld']"
+    text = error(envs="['movie']")
+    assert "movie has no embedded server" in text and "choose from alfworld, babyai" in text
+    assert "movie has no oracle" in error(
+        "env.urls = {'movie': ['http://127.0.0.1:1']}", envs="['movie']"
     )
     assert "127.0.0.1:1" in error(
-        "env.urls = {'alfworld': ['http://127.0.0.1:1']}",
-        envs="['alfworld']",
+        "env.urls = {'movie': ['http://127.0.0.1:1']}",
+        envs="['movie']",
         policies=("random",),
     )
     with serving(recorded("maze")) as url:
@@ -329,6 +354,13 @@ def test_mistakes_end_in_one_line_before_anything_is_played(
     assert "greedy episodes of a task are identical" in greedy
     text = error("rollout.max_total_tokens = 40000", policies=(str(model),))
     assert "rollout.max_total_tokens = 40000 exceeds the 32768 positions" in text
+    run = tmp_path / "run"
+    convert.main(["from-hf", "--hf", str(model), "--out", str(run)])
+    stored = max((run / "checkpoints" / "0").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(stored.read_bytes())
+    content[len(content) // 2] ^= 1
+    stored.write_bytes(content)
+    assert "is damaged" in error(policies=("oracle", str(run)))
     (tmp_path / "file").write_text("")
     params = arguments(tmp_path / "file", ["oracle"], "env.names = ['maze']")
     assert "evaluate.out_dir" in error_of(capsys, monkeypatch, *params)

@@ -92,6 +92,7 @@ def test_a_setting_out_of_range_is_named(
         (["maze", "--port", "0", "--host", "h" * 300], "choose another --host"),
         (["maze", "--port", "0", "--host", "1.2.3.4"], "cannot listen on 1.2.3.4:0"),
         (["maze", "--port", "0", "--api_key_file", "absent"], "absent cannot be read"),
+        (["maze", "--port", "0", "--api_key_file", "/dev/zero"], "/dev/zero is not a file"),
         ([":", "--port", "0"], "unknown environment ':'"),
         ([".maze:SPEC", "--port", "0"], "unknown environment '.maze:SPEC'"),
         (["json:SPEC", "--port", "0"], "'json' has no EnvironmentSpec 'SPEC'"),

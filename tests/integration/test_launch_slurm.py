@@ -153,7 +153,7 @@ def test_servers_beside_it_are_found_through_the_file_and_end_with_the_job(clust
 
 
 @pytest.mark.parametrize("code, requeued", [(143, True), (2, False), (1, False), (0, False)])
-def test_only_a_trainer_that_was_told_to_stop_goes_back_into_the_queue(cluster, code, requeued):
+def test_only_a_preempted_trainer_is_queued_again(cluster, code, requeued):
     trainer(cluster, f"exit {code}")
     assert run(cluster).returncode == code
     assert (cluster / "scontrol").exists() == requeued

@@ -1,6 +1,7 @@
 """scripts/launch_tpu_pod.sh against a gcloud that plays the slice: every way that a run can go."""
 
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -58,9 +59,7 @@ def test_a_run_is_installed_on_all_hosts_trained_and_the_slice_deleted(tmp_path)
 
 
 @pytest.mark.parametrize("state", ["ACTIVE", "SUSPENDED", "FAILED"])
-def test_a_trainer_that_was_told_to_stop_goes_on_in_a_new_slice_by_the_same_command(
-    tmp_path, state
-):
+def test_a_preempted_trainer_resumes_in_a_new_slice_with_the_same_command(tmp_path, state):
     cloud = Cloud(tmp_path, f"ACTIVE {state} ACTIVE", "((RUN > 1)) || exit 143")
     done = launch(cloud)
     assert done.returncode == 0, done.stderr
@@ -172,6 +171,39 @@ def test_a_model_on_a_mounted_file_system_stays_there(tmp_path):
     assert done.returncode == 0, done.stderr
     assert f"--gin_param=model.path = '{tmp_path}/mnt/models/Qwen3-8B'" in cloud.arguments()
     assert cloud.verbs() == ["create", "scp", "ssh", "ssh", "ssh", "delete"]
+
+
+SUDO = """#!/usr/bin/env bash
+# records what it is given; what is installed exists afterwards
+echo "$@" >>{root}/sudo
+[[ $1 != tee ]] || cat >>{root}/written
+[[ "$*" != *"install -q -y gcsfuse" ]] || cp {root}/bin/echo_mount {root}/bin/gcsfuse
+"""
+
+
+def test_what_mounting_needs_is_installed_on_hosts_that_do_not_have_it(tmp_path):
+    Cloud(tmp_path, "ACTIVE", "true")
+    commands = tmp_path / "bin"
+    (commands / "gcsfuse").rename(commands / "echo_mount")
+    for name, text in (("sudo", SUDO), ("curl", "#!/bin/sh\necho KEY $@\n")):
+        (commands / name).write_text(text.format(root=tmp_path))
+        (commands / name).chmod(0o755)
+    scripts = tmp_path / "project" / "scripts"
+    scripts.mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "tpu_worker.sh", scripts)
+    for name in ("bash", "cat", "chmod", "cp", "dirname", "id", "mkdir"):
+        (commands / name).symlink_to(shutil.which(name))
+    environment = {"PATH": str(commands), "HOME": str(tmp_path)}
+    script = str(scripts / "tpu_worker.sh")
+    mounts = ("gs://bucket=/mnt/b", "10.0.0.2:/share=/mnt/s")
+    done = run(["bash", script, "install", *mounts], env=environment)
+    assert done.returncode == 0, done.stderr
+    asked = (tmp_path / "sudo").read_text()
+    assert "apt-get install -q -y gcsfuse\n" in asked
+    assert asked.index("install -q -y nfs-common\n") < asked.index("mount -t nfs 10.0.0.2:/share")
+    written = (tmp_path / "written").read_text()
+    assert "KEY" in written and "https://packages.cloud.google.com/apt gcsfuse-" in written
+    assert (tmp_path / "mounted").read_text().endswith("bucket /mnt/b\n")
 
 
 POOL = ("--address_file", "/mnt/pool/addresses", "--weights_dir", "/mnt/pool/weights")

@@ -48,8 +48,11 @@ SETTINGS = (
     "algorithm.old_log_probs = 'bypass'",
     "algorithm.kl_placement = 'none'",
     "algorithm.kl_coef = 0.0",
-    "algorithm.critic_lr = 0.003",
 )
+RECIPES = {
+    "grpo": ("algorithm.recipe = 'grpo'",),
+    "ppo": ("algorithm.recipe = 'ppo'", "algorithm.critic_lr = 0.003"),
+}
 
 
 ENVIRONMENT = {
@@ -78,14 +81,13 @@ def won_before_and_after(run_dir, *more):
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("recipe", ["grpo", "ppo"])
 def test_the_reward_rises(tmp_path, recipe, seed):
-    more = (f"algorithm.recipe = '{recipe}'", f"train.seed = {seed}")
-    before, after = won_before_and_after(tmp_path / "run", *more)
+    before, after = won_before_and_after(tmp_path / "run", *RECIPES[recipe], f"train.seed = {seed}")
     assert before < 0.5
     assert after > before + 0.3
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "ppo"])
 def test_a_reward_that_is_drawn_by_lot_teaches_nothing(tmp_path, recipe):
-    more = (f"algorithm.recipe = '{recipe}'", "algorithm.reward = 'by_lot'")
+    more = (*RECIPES[recipe], "algorithm.reward = 'by_lot'")
     before, after = won_before_and_after(tmp_path / "run", *more)
     assert after < before + 0.2

@@ -78,10 +78,15 @@ def test_a_run_its_weights_and_conversions_live_in_a_bucket(bucket):
     run, weights = bucket.root / "run", bucket.root / "weights"
     code = """
 import json, sys
+from pathlib import Path
 from manus_jax import convert, publish, train
+from manus_jax.vllm.publishing import publish_run
 run, weights = sys.argv[1:3]
 train.main(json.loads(sys.argv[3]))
 publish.main([run, "--to", weights])
+following = publish_run(Path(run), Path(weights + "-followed"), poll=0.1)  # as --follow does
+next(following)
+following.close()
 for arguments in json.loads(sys.argv[4]):
     convert.main(arguments)
 """
@@ -101,6 +106,7 @@ for arguments in json.loads(sys.argv[4]):
     assert bucket.refusals() == [f"rename {run / 'checkpoints' / '2'}"]
     assert (run / "checkpoints" / "damaged-2").is_dir()
     assert [line["step"] for line in metrics(run)] == [0, 1, 2, 3]
+    assert (bucket.root / "weights-followed" / "00000003" / "manifest.json").exists()
 
     exported = load_file(run / "export" / "3" / "model.safetensors")
     copies = load_file(bucket.root / "hf" / "model.safetensors")

@@ -3,6 +3,10 @@
 import numpy as np
 import pytest
 from job_processes import SCRATCH, Job, exported, metrics, steps
+from safetensors.numpy import load_file
+
+from manus_jax.models.adapter_files import read_adaptation
+from manus_jax.models.loading import from_path
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,7 @@ def test_four_processes_learn_what_one_does(folder, whole):
     assert_learned_the_same(job.run_dir, whole)
 
 
-def test_whoever_is_killed_all_end_and_any_number_of_processes_goes_on(folder, whole):
+def test_a_killed_process_ends_all_and_any_number_of_processes_can_resume(folder, whole):
     """A run of two loses one, goes on as four, loses process 0, goes on as one, ends as two.
 
     Before the last start the newest checkpoint is damaged, so both must take the one before it.
@@ -90,6 +94,17 @@ def test_a_critic_and_a_reference_on_the_hosts_take_part(folder, whole):
     first, second = metrics(job.run_dir)
     assert abs(first["critic/kl"]) < 1e-5 < abs(second["critic/kl"])
     assert all(np.isfinite(line["critic/loss"]) for line in (first, second))
+
+
+def test_two_processes_train_adapters_of_a_model_whose_warm_start_had_adapters(folder, whole):
+    more = (*SCRATCH[:3], "lora.rank = 3", "train.total_steps = 1")
+    job = Job(2, folder / "adapters", model_of(whole), *more)
+    assert job.end() == [0, 0], job.said(0) + job.said(1)
+    adapter = load_file(job.run_dir / "export/1/adapter_model.safetensors")
+    assert all(x.any() for name, x in adapter.items() if "lora_B" in name)
+    # Its base is the checkpoint of the warm start; one process reads the weights that two merged.
+    assert read_adaptation(job.run_dir / "export/1").base == str(job.run_dir / "warm_start")
+    from_path(job.run_dir / "export/1").open()
 
 
 def test_a_mistake_ends_all_processes_before_anything_is_written(folder, whole):

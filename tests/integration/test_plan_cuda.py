@@ -33,7 +33,8 @@ def run(*command, **variables):
 
 
 def test_a_small_step_for_gpus_is_compiled_with_triton(tmp_path):
-    args = arguments("cuda:2x4x80GB", write_tiny(tmp_path), "mesh.data = 2")
+    options = ("mesh.data = 2", "compute.remat = 'offload'", "optimizer.state = 'host'")
+    args = arguments("cuda:2x4x80GB", write_tiny(tmp_path), *options)
     out = tmp_path / "plan.json"
     printed = run("-m", "manus_jax.plan", *args, "--json", str(out)).stdout
     made = json.loads(out.read_text())
@@ -48,6 +49,8 @@ def test_a_small_step_for_gpus_is_compiled_with_triton(tmp_path):
     assert own["reference log-probs"] == forward and "gathering of weights" in own
     memory = update["memory"]
     assert memory["parameters"] < forward < own["policy update"]
+    assert memory["optimizer"] > memory["parameters"] and memory["optimizer_on_host"] == 0
+    assert "cannot place arrays in host memory" in " ".join(printed.split())
     # Compilers have buffers of fixed size, which matter in a program of a few MB.
     assert 0.5 < memory["temporaries"] / memory["estimated_temporaries"] < 2
 

@@ -11,7 +11,7 @@ def end_in_status(run_dir):
     return status["state"], status["exit_code"]
 
 
-def test_a_run_that_is_preempted_every_few_steps_still_comes_to_its_end(tmp_path):
+def test_a_run_that_is_preempted_every_few_steps_still_finishes(tmp_path):
     run_dir = tmp_path / "run"
     more = (*SCRATCH, "train.total_steps = 5", "train.save_freq = 100")
     done, stops = 0, 0
@@ -34,7 +34,7 @@ def test_a_run_that_is_preempted_every_few_steps_still_comes_to_its_end(tmp_path
     assert [p.name for p in (run_dir / "export").iterdir()] == ["5"]
 
 
-def test_a_host_that_is_wanted_back_before_the_first_step_ends_all_with_the_same_code(tmp_path):
+def test_a_preemption_before_the_first_step_ends_all_processes_with_the_same_code(tmp_path):
     job = Job(2, tmp_path / "run", *SCRATCH)
     job.await_file("warm_start")
     job.processes[1].send_signal(signal.SIGTERM)

@@ -160,7 +160,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(processes.subprocess, "Popen", started)
 
 
-def test_a_server_that_says_nothing_is_killed_at_the_startup_timeout(
+def test_a_server_without_output_is_killed_at_the_startup_timeout(
     supervisor: Callable[..., ServerSupervisor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(monkeypatch, "print('loading…', flush=True); import time; time.sleep(600)")
@@ -170,7 +170,7 @@ def test_a_server_that_says_nothing_is_killed_at_the_startup_timeout(
     assert not any(running(pid) for pid in silent.pids())
 
 
-def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(
+def test_a_server_that_keeps_dying_is_given_up_with_the_end_of_its_log(
     supervisor: Callable[..., ServerSupervisor], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     signal_to_die = tmp_path / "die"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from report_runs import NASTY, Outline, nasty_run, new_run, played, small_run
 
+from manus_jax.reporting.compare import write_comparison
 from manus_jax.reporting.page import write_report
 from manus_jax.rollout.trajectory import FailedEpisode
 from manus_jax.rollout.trajectory_files import write_trajectories
@@ -138,3 +139,13 @@ def test_hovering_reads_out_and_choosing_shows(tmp_path: Path) -> None:
         "babyai_40",
         "Choose an episode.",
     ]
+
+
+def test_a_comparison_is_drawn_with_bands_and_a_table(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        small_run(tmp_path / name, range(1, 13))
+    page = tmp_path / "comparison.html"
+    write_comparison([tmp_path / "a", tmp_path / "b"], page, None)
+    drawn = dom_of(page, tmp_path / "profile").partition("<script")[0]
+    assert drawn.count('class="band"') > 2
+    assert "Success rate: training" in drawn and "peak memory" in drawn

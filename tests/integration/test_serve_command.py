@@ -56,7 +56,7 @@ def test_a_server_begins_with_a_model_or_the_newest_snapshot(tmp_path):
     assert server_process.model_directory(newest, None) == newest
 
 
-def test_a_cpu_build_is_told_apart_and_takes_whole_prompts(tmp_path):
+def test_a_cpu_build_is_recognised_and_takes_whole_prompts(tmp_path):
     assert server_process.is_cpu_build(str(recorder(tmp_path, build="cpu")))
     assert not server_process.is_cpu_build(str(recorder(tmp_path)))
     assert server_process.cpu_arguments(4096)[-2:] == ["--max-num-batched-tokens", "4096"]

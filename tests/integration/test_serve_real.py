@@ -42,7 +42,10 @@ RIGHT = {"Authorization": f"Bearer {KEY}"}
 
 
 class Served:
-    """A real server, in a process group of its own and with an address file of its own."""
+    """A real server, in a process group of its own and with an address file of its own.
+
+    It is started as documented, with the default type and the default size of the KV cache.
+    """
 
     def __init__(self, root, name, model, **environment):
         self.addresses, self.log = root / f"addresses-{name}", root / f"log-{name}"
@@ -51,13 +54,13 @@ class Served:
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "manus_jax.serve", "--model", str(model)]
-        command += ["--port", str(port), "--max-length", "512", "--dtype", "float32"]
+        command += ["--port", str(port), "--max-length", "512"]
         command += ["--api-key-file", str(root / "key"), "--address-file", str(self.addresses)]
         command += ["--slots", "8"]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
-                env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", **environment},
+                env={**os.environ, **environment},
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -154,7 +157,7 @@ def test_a_server_asks_for_its_key_on_every_route_but_the_one_for_its_health(ser
 
 
 @pytest.mark.parametrize("key", ["wrong", None])
-def test_a_run_with_a_wrong_key_or_none_is_told_where_to_give_it(root, servers, monkeypatch, key):
+def test_the_error_for_a_wrong_or_missing_key_says_where_to_set_it(root, servers, monkeypatch, key):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     if key is not None:
         monkeypatch.setenv("VLLM_API_KEY", key)
@@ -169,6 +172,12 @@ def test_a_server_of_another_model_is_refused_with_what_differs(root, servers, m
     assert f"{servers[0].url} serves another model than the one that is trained" in said
     assert "num_layers is 2 and not 3" in said
     assert VllmServer(servers[0].url, api_key=KEY).weight_label() == "default"
+
+
+def test_a_float32_model_is_served_in_float32_by_default(servers):
+    client = VllmServer(servers[0].url, api_key=KEY)
+    client.examine(1, False, None)
+    assert client.dtype == "float32"
 
 
 def test_a_server_that_comes_into_the_file_gets_the_weights_and_serves(servers, pool):

@@ -30,7 +30,7 @@ def start(run_dir: Path, *more: str, **how) -> subprocess.Popen:
     )
 
 
-def test_a_run_that_is_interrupted_finishes_its_step_and_goes_on_later(tmp_path):
+def test_a_run_that_is_interrupted_finishes_its_step_and_resumes_later(tmp_path):
     process = start(tmp_path, "train.total_steps = 50", "train.save_freq = 50")
     while process.poll() is None and not (tmp_path / "trajectories" / "1.jsonl").exists():
         time.sleep(0.02)
@@ -94,6 +94,39 @@ def test_a_reward_function_that_fails_is_named(tmp_path, capsys, monkeypatch, na
     assert name in error_of(capsys, monkeypatch, *arguments(tmp_path, *more))
 
 
+@REWARDS.register("constant_for_tests")
+def constant(solution_str, ground_truth, **kwargs):
+    return 0.5
+
+
+def test_an_asynchronous_run_without_a_learning_signal_ends_instead_of_waiting(
+    tmp_path, capsys, monkeypatch
+):
+    # A step without groups still publishes a version, or no more groups would be admitted.
+    more = (
+        "algorithm.reward = 'constant_for_tests'",
+        "algorithm.reward_parameters = {}",
+        "algorithm.recipe = 'dapo'",
+        "train.max_staleness = 1",
+        "algorithm.max_gen_batches = 1",
+        "train.max_bad_updates = 3",
+        "train.total_steps = 9",
+    )
+    text = error_of(capsys, monkeypatch, *arguments(tmp_path, *more))
+    assert "3 steps in a row had nothing to train on: every group was dropped" in text
+    assert not (tmp_path / "export").exists()
+
+
+def test_tasks_without_the_ground_truth_of_a_reward_are_refused_before_anything_starts(
+    tmp_path, capsys, monkeypatch
+):
+    more = ("algorithm.reward = 'exact_match'", "algorithm.reward_parameters = {}")
+    text = error_of(capsys, monkeypatch, *arguments(tmp_path / "run", *more))
+    assert "'exact_match' failed on episode maze_" in text
+    assert "the ground truth must be one or more answers, got None" in text
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.fixture
 def half_broken_maze():
     """The maze's own server, which answers 500 for every second maze."""
@@ -125,7 +158,7 @@ def test_servers_whose_items_are_others_are_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_half_of_the_episodes_failing_is_told_and_trained_around(
+def test_if_half_of_the_episodes_fail_it_is_reported_and_the_others_are_trained_on(
     tmp_path, capsys, half_broken_maze
 ):
     more = (

@@ -18,7 +18,8 @@ from manus_jax.data.chat import train_tokenizer
 from manus_jax.engines.protocol import EngineError, Request, Sampling
 from manus_jax.models import huggingface
 from manus_jax.models.architecture import Architecture
-from manus_jax.models.transformer import Compute, Transformer, init_params
+from manus_jax.models.lora import Lora, merge, merged_params
+from manus_jax.models.transformer import Compute, Transformer, init_adapters, init_params
 from manus_jax.vllm.client import RequestRefused, VllmServer
 from manus_jax.vllm.open_pool import open_vllm
 from manus_jax.weights.manifest import version_directory
@@ -86,13 +87,9 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    before = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     trained = Trained(tmp_path_factory.mktemp("vllm"))
     yield trained
     trained.pool.close()
-    if before is None:
-        del os.environ["VLLM_CPU_KVCACHE_SPACE"]
 
 
 def ask(prompt=PROMPT, seed=1, tokens=16, temperature=1.0, **how):
@@ -116,15 +113,15 @@ def in_flight(pool):
     return future
 
 
-def before_steps(monkeypatch, actions):
+def before_steps(monkeypatch, actions, method_name="_call"):
     """Does something, once, right before a step of the next update is asked for."""
-    call = VllmServer._call
+    call = getattr(VllmServer, method_name)
 
     def watched(self, method, path, *rest):
         actions.pop(path.partition("?")[0], lambda: None)()
         return call(self, method, path, *rest)
 
-    monkeypatch.setattr(VllmServer, "_call", watched)
+    monkeypatch.setattr(VllmServer, method_name, watched)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -160,6 +157,20 @@ def test_new_weights_are_the_ones_that_sample(trained, share):
         np.testing.assert_allclose(made.log_probs, trained.expected(prompt, made, 1.0), atol=1e-4)
 
 
+def test_merged_adapters_are_the_ones_that_sample(trained):
+    lora, rng = Lora(3, 6.0, ("q_proj", "down_proj")), np.random.default_rng(5)
+    adapters = jax.tree.map(
+        lambda x: 0.1 * rng.normal(size=x.shape).astype(np.float32),
+        init_adapters(Transformer, ARCH, lora, 0),
+    )
+    version = trained.next_number()
+    trained.pool.update_weights(merge(trained.params, adapters, lora), version)
+    trained.params = merged_params(trained.params, adapters, lora)
+    made = trained.pool.submit(ask()).result(120)
+    assert made.versions == (version,) * 16
+    np.testing.assert_allclose(made.log_probs, trained.expected(PROMPT, made, 1.0), atol=1e-4)
+
+
 def test_many_long_prompts_at_once_are_all_served(trained):
     """More prompt tokens than vLLM takes in one step, with seeds, which once ended its engine."""
     prompts = [tuple(5 + (n * k) % 250 for n in range(400)) for k in range(1, 13)]
@@ -191,7 +202,7 @@ def test_a_small_change_travels_as_a_small_file(trained):
     assert (directory / "delta.safetensors").stat().st_size < 0.03 * parameters
 
 
-def test_a_generation_in_flight_goes_on_with_the_new_weights(trained, monkeypatch):
+def test_a_generation_in_flight_continues_with_the_new_weights(trained, monkeypatch):
     for _ in range(5):  # on a busy machine it may have ended before the pause is asked for
         begun = []
         before_steps(monkeypatch, {"/pause": lambda: begun.append(in_flight(trained.pool))})  # noqa: B023
@@ -220,7 +231,7 @@ def test_a_request_that_vllm_refuses_fails_at_once(trained):
     assert trained.pool.submit(ask()).result(120).token_ids
 
 
-def test_a_damaged_version_is_not_loaded_and_the_old_one_goes_on(trained):
+def test_a_damaged_version_is_not_loaded_and_the_old_one_keeps_serving(trained):
     pool = trained.pool
     held = next(iter(pool._members.values())).server
     number = trained.next_number()

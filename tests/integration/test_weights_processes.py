@@ -23,7 +23,7 @@ with joined(settings) as job:
     from published_models import ARCH, CARD, model
     from manus_jax.learner.mesh import make_mesh, param_shardings
     from manus_jax.models.transformer import Compute, Transformer, abstract_model
-    from manus_jax.weights.host_tensors import gather_to_host
+    from manus_jax.weights.host_tensors import gather_to_host, types_of
     from manus_jax.weights.publisher import Publisher
 
     params = jax.tree.map(np.asarray, model())
@@ -32,8 +32,9 @@ with joined(settings) as job:
     place = lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index])
     placed = jax.tree.map(place, params, shardings)
     assert not all(x.is_fully_addressable for x in jax.tree.leaves(placed))
-    whole = gather_to_host(placed, job.primary)
+    whole = gather_to_host(placed, job.primary, types_of(CARD))
     if job.primary:
+        assert {x.dtype.name for x in jax.tree.leaves(whole)} == {"bfloat16"}
         publisher = Publisher(Path(sys.argv[3]), CARD)
         publisher.publish(whole, 5)
         publisher.close()

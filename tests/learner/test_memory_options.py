@@ -50,6 +50,7 @@ def kinds(state):
     return {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim}
 
 
+@pytest.mark.slow
 def test_a_state_in_host_memory_gives_the_same_bits_and_restores_from_either_place(tmp_path):
     device, host = make_learner(), make_learner(state="host")
     for learner in (device, host):
@@ -70,6 +71,7 @@ def test_a_state_in_host_memory_gives_the_same_bits_and_restores_from_either_pla
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_a_bfloat16_first_moment_changes_updates_by_its_rounding_only():
     exact, rounded = make_learner(), make_learner(moment_dtype="bfloat16")
     steps = 3
@@ -131,9 +133,15 @@ def test_only_options_that_leave_the_result_as_it_is_may_change_when_a_run_is_re
         assert not may_change(name)
 
 
+@pytest.fixture(scope="module")
+def learners():
+    return make_learner(), make_learner("bfloat16")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("on_host", [False, True])
-def test_a_bfloat16_reference_is_the_rounded_policy(on_host):
-    learner = make_learner()
+def test_a_bfloat16_reference_is_the_rounded_policy(on_host, learners):
+    learner, compute = learners
     reference = Reference(learner.state.params, on_host, "bfloat16")
     assert {x.dtype.name for x in jax.tree.leaves(reference.params())} == {"bfloat16"}
     rounded = learner.forward(BATCH, "ref_log_probs", reference).batch["ref_log_probs"]
@@ -141,7 +149,6 @@ def test_a_bfloat16_reference_is_the_rounded_policy(on_host):
     # Weights are rounded to 2^-9 of themselves; logits, and so log-probs, are of order 10.
     gap = np.abs(rounded - exact).max()
     assert 0 < gap < 10 * 2**-7
-    compute = make_learner("bfloat16")
     with_float32 = compute.forward(BATCH, "ref_log_probs").batch["ref_log_probs"]
     with_bfloat16 = compute.forward(BATCH, "ref_log_probs", reference).batch["ref_log_probs"]
     # A bfloat16 model casts its weights in any case.

@@ -1,5 +1,8 @@
 """The update is one number whatever the mesh, the micro-batches and the packing."""
 
+import dataclasses
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -43,15 +46,16 @@ def packed_batch(sequences, rows, length, mode="token-mean", capacity=1):
     return packed_arrays(weighted(batch_of(sequences), mode), rows, length, capacity)
 
 
-def updated_params(sequences, rows, length, mesh_sizes, recipe="grpo", steps=1):
+def updated_params(sequences, rows, length, mesh_sizes, recipe="grpo", steps=1, remat="full"):
     """Parameters after real updates (plain SGD shows the gradient itself) on the given mesh."""
     devices = jax.devices()[: int(np.prod(mesh_sizes))]
     mesh = make_mesh(*mesh_sizes, devices=devices)
-    compute = on_mesh(mesh)
+    compute = dataclasses.replace(on_mesh(mesh), remat=remat)
     _, shapes = abstract_model(Transformer, ARCH, compute)
     params = init_params(Transformer, ARCH, compute, 0, param_shardings(shapes, mesh))
-    optimizer = optax.sgd(0.5)
-    update = make_update(policy_objective(recipe, compute), optimizer, mesh, shapes)
+    optimizer, in_place = optax.sgd(0.5), remat == "in_place"
+    objective = policy_objective(recipe, compute)
+    update = make_update(objective, optimizer, mesh, shapes, in_place=in_place)
     state = init_state(params, optimizer, mesh)
     packed = packed_batch(sequences, rows, length, RECIPES[recipe].aggregation)
     for _ in range(steps):
@@ -69,6 +73,13 @@ def one_device():
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)])
 def test_every_mesh_gives_the_parameters_of_one_device(sizes, one_device):
     params, metrics = updated_params(ragged_sequences(), 8, 64, sizes)
+    chex.assert_trees_all_close(params, one_device[0], atol=2e-6, rtol=2e-5)
+    chex.assert_trees_all_close(metrics, one_device[1], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_gradients_are_summed_in_the_backward_pass_on_every_mesh(one_device):
+    params, metrics = updated_params(ragged_sequences(), 8, 64, (2, 2, 2), remat="in_place")
     chex.assert_trees_all_close(params, one_device[0], atol=2e-6, rtol=2e-5)
     chex.assert_trees_all_close(metrics, one_device[1], rtol=1e-4)
 
@@ -195,10 +206,25 @@ def test_remat_policies_and_entropy_leave_the_gradient_as_it_was():
     params = init_params(Transformer, ARCH, Compute(), 0)
     grads = [
         gradient_of(policy_objective(compute=Compute(remat=r)), params, packed)[0]
-        for r in ("none", "minimal", "attention", "full", "offload")
+        for r in ("none", "minimal", "attention", "full", "offload", "in_place")
     ]
     for other in grads[1:]:
         chex.assert_trees_all_close(other, grads[0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_summed_in_the_backward_pass_are_those_summed_after_it(dtype):
+    packed = packed_batch(ragged_sequences(3, count=6), 2, 64, capacity=4)
+    assert packed[1] > 1  # micro-batches
+    params = init_params(Transformer, ARCH, Compute(), 0)
+    after, in_place = (
+        jax.jit(functools.partial(accumulate, policy_objective(compute=compute), in_place=own))(
+            params, *packed
+        )
+        for own, compute in ((False, Compute(dtype)), (True, Compute(dtype, "in_place")))
+    )
+    chex.assert_trees_all_close(in_place, after, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.bug("B36")

@@ -13,6 +13,7 @@ from manus_jax.learner import objectives
 from manus_jax.learner.mesh import make_mesh
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import AttentionKernel, attention, pick_implementation
+from manus_jax.models.block_attention import _block_inputs
 from manus_jax.models.transformer import Compute, Transformer, abstract_model
 
 pytestmark = pytest.mark.slow
@@ -30,13 +31,14 @@ def inputs(rows=1, length=256, heads=2, kv_heads=1, dim=64, seed=0):
     return q, k, v, jnp.asarray(np.broadcast_to(segments, (rows, length)), jnp.int32)
 
 
-def naive(q, k, v, segments):
+def naive(q, k, v, segments, window=10**9):
     """One softmax over all keys, no blocks."""
     groups = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
     length = q.shape[1]
     mask = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((length, length)) > 0)
+    mask &= jnp.arange(length)[:, None] - jnp.arange(length)[None, :] < window
     weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
@@ -125,6 +127,20 @@ def test_sharded_kernels_equal_plain_attention_forward_and_backward(name, sizes)
     chex.assert_trees_all_close(out, expected, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("plain", None), ("splash", None), ("plain", (1, 1, 2, 2)), ("splash", (1, 1, 1, 2))],
+)
+@pytest.mark.parametrize("window", [1, 50, 128])
+def test_windows_limit_the_keys_of_each_token_forward_and_backward(name, sizes, window):
+    args = inputs(rows=2, heads=4, kv_heads=2)
+    mesh = sizes and make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
+    kernel = AttentionKernel(name, mesh, interpret=name != "plain")
+    out = output_and_gradient(functools.partial(attention, kernel=kernel, window=window), args)
+    expected = output_and_gradient(functools.partial(naive, window=window), args)
+    chex.assert_trees_all_close(out, expected, atol=2e-4, rtol=2e-4)
+
+
 def test_the_splash_kernel_splits_rows_into_more_parts_than_two():
     mesh = make_mesh(sequence=4, devices=jax.devices()[:4])
     args = inputs(length=512)
@@ -150,3 +166,58 @@ def test_the_whole_step_lowers_with_the_platforms_kernel(platform, marker, seque
     mesh = make_mesh(sequence=sequence, devices=jax.devices()[:sequence])
     kernel = AttentionKernel(pick_implementation(platform), mesh)
     assert marker in lowered_step(platform, kernel, "full")
+
+
+def long_rows(seed=0, rows=2, length=768, heads=4, kv_heads=2, dim=16, dtype=jnp.float32):
+    """Segments of 1 to 300 tokens; one row is full, the other ends in blocks of padding."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(rows, length, h, dim)), dtype)
+        for h in (heads, kv_heads, kv_heads)
+    )
+    segments = np.stack(
+        [np.repeat(np.arange(1, 50), rng.integers(1, 300, 49))[:length] for _ in range(rows)]
+    )
+    segments[-1, length - 300 :] = 0
+    return q, k, v, jnp.asarray(segments, jnp.int32)
+
+
+@pytest.mark.parametrize("length", [768, 700])
+def test_long_rows_that_skip_blocks_equal_one_softmax_forward_and_backward(length):
+    args = long_rows(length=length)
+    expected = output_and_gradient(naive, args)
+    plain = output_and_gradient(with_kernel(AttentionKernel()), args)
+    chex.assert_trees_all_close(plain, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_long_rows_in_bfloat16_are_as_close_to_float32_as_one_softmax():
+    exact = output_and_gradient(naive, long_rows())
+    errors = []
+    for attend in (naive, with_kernel(AttentionKernel())):
+        found = output_and_gradient(attend, long_rows(dtype=jnp.bfloat16))
+        differences = jax.tree.map(
+            lambda a, b: jnp.abs(a.astype(jnp.float32) - b).mean(), found, exact
+        )
+        errors.append(np.array(jax.tree.leaves(differences)))
+    assert (errors[1] <= 1.2 * errors[0]).all()
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 1), (1, 2, 4, 1), (1, 1, 2, 2)])
+def test_sharded_long_rows_equal_one_softmax_forward_and_backward(sizes):
+    mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
+    args = long_rows()
+    expected = output_and_gradient(naive, args)
+    plain = output_and_gradient(with_kernel(AttentionKernel("plain", mesh)), args)
+    chex.assert_trees_all_close(plain, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_key_blocks_of_long_rows_end_at_the_diagonal_and_start_with_the_first_segment():
+    segments = np.repeat([[1, 2, 3, 0]], [150, 400, 90, 128], axis=1)  # 768 tokens
+    first = jnp.zeros((), jnp.int32)
+    row, last, count, ids = _block_inputs(jnp.asarray(segments), jnp.asarray(segments), first, 128)
+    # Block 1 (128 to 255) starts in segment 1, blocks 2 to 4 in segment 2, which starts in block 1,
+    # and block 5 is padding.
+    assert row.tolist() == [0] * 6
+    assert last.tolist() == [0, 1, 2, 3, 4, 5]
+    assert count.tolist() == [1, 2, 2, 3, 4, 1]
+    assert ids.shape == (6, 128)

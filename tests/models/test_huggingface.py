@@ -12,6 +12,7 @@ import jax
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from manus_jax.data.chat import train_tokenizer
 from manus_jax.learner.mesh import make_mesh, param_shardings
 from manus_jax.models import huggingface, loading
 from manus_jax.models.architecture import Architecture, ModelError, from_hf_config, to_hf_config
@@ -78,6 +79,38 @@ def test_a_directory_without_weights(model_dir):
     (model_dir / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="contains no weights"):
         huggingface.load_params(model_dir)
+
+
+def test_a_directory_with_bin_files_is_refused_with_a_command_that_converts_it(tmp_path):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    config = {**to_hf_config(ARCH), "model_type": "qwen2"}
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**config))
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    torch.save(model.state_dict(), source / "pytorch_model.bin")
+    train_tokenizer(["a text"], 300, source)
+    with pytest.raises(ModelError) as error:
+        loading.from_path(source)
+    assert "\n" not in str(error.value)
+    exec(re.search(r'python -c "(.*)"$', str(error.value))[1])
+    params, _ = huggingface.load_params(tmp_path / "model-safetensors")
+    assert (tmp_path / "model-safetensors" / "tokenizer.json").is_file()
+    expected = model.state_dict()["lm_head.weight"].numpy()
+    chex.assert_trees_all_equal(jax.device_get(params["lm_head"]), expected)
+
+
+@pytest.mark.parametrize("path", ["model", "model/weights.gguf"])
+def test_gguf_files_are_refused_with_a_remedy(tmp_path, path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=r"weights.gguf is not in .* gguf_file='weights.gguf'"):
+        loading.from_path(tmp_path / path)
+    if path == "model":
+        with pytest.raises(ModelError, match="is not in the safetensors format"):
+            huggingface.read_card(tmp_path / path)
 
 
 def test_an_unknown_architecture_names_those_there_are(model_dir):

@@ -170,6 +170,10 @@ ENTRY %main (a: bf16[40]) -> token[] {
         ("replica_groups=mesh['a'=2,'b'=4] {'b'}", (0, 1, 2, 3)),
         ("replica_groups=mesh['a'=2,'b'=4] {'b':(1)2}", (0, 2)),
         ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}", (0, 1, 4, 5)),
+        # Two machines with four devices each; the mesh has them side by side.
+        ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", (0, 1, 2, 3)),
+        ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", (0, 4)),
+        ("replica_groups=mesh['a'=4,'b'=2], device_ids=([8]) {'b'}", (0, 1)),
         ("replica_groups={}", (0, 1, 2, 3, 4, 5, 6, 7)),
         ("source_target_pairs={{0,1},{1,0}}", (0, 1)),
     ],

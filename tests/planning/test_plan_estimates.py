@@ -1,9 +1,12 @@
 """The formulas, against numbers worked out by hand."""
 
+import dataclasses
+
 import jax
 import optax
 import pytest
 
+from manus_jax.config.commands import read_train_config
 from manus_jax.config.settings import OptimizerSettings
 from manus_jax.learner.learner import LearnerSpec
 from manus_jax.learner.mesh import make_mesh
@@ -16,6 +19,7 @@ from manus_jax.planning.architectures import find_architecture
 from manus_jax.planning.chips import TPUS
 from manus_jax.planning.compiling import state_bytes
 from manus_jax.planning.estimates import Workload
+from manus_jax.planning.plans import workload_of
 from manus_jax.planning.topologies import Topology
 
 # q 4x8=32 wide, k and v 16, MLP 64: 32*16 + 2*16*16 + 16*32 + 3*64*16 = 4,608 a layer.
@@ -46,13 +50,35 @@ def test_the_public_models_have_their_published_numbers_of_parameters():
         "qwen2.5-32b": 32_763_876_352,
         "qwen3-8b": 8_190_735_360,
         "llama-3.1-8b": 8_030_261_248,
+        "qwen3-30b-a3b": 30_532_122_624,
+        "gemma-3-270m": 268_098_176,
+        "gemma-3-1b": 999_885_952,
     }
     for name, parameters in published.items():
         assert find_architecture(name).num_params == parameters, name
     assert find_architecture("Qwen/Qwen2.5-7B-Instruct") == find_architecture("qwen2.5-7b")
 
 
-def test_an_unknown_model_is_told_which_there_are(tmp_path):
+def test_prompts_per_turn_and_bounded_memory_make_several_sequences_of_an_episode():
+    """Two tasks of four episodes of five turns, of which the first three share a sequence if two
+    are remembered: 2 x 4 x 3 = 24 sequences of 100 tokens, three per row, two rows at a time.
+    """
+    settings = ["train.run_dir = 'unused'", "env.names = ['maze']", "train.batch_size = 4"]
+    settings += ["algorithm.mini_batch_size = 2", "train.group_size = 4", "data.rows = 2"]
+    settings += ["data.max_length = 300", "rollout.max_total_tokens = 100", "rollout.max_turns = 5"]
+    mesh = make_mesh(devices=jax.devices()[:1])
+    micro_batches = lambda *more: (
+        workload_of(read_train_config([], [*settings, *more]), SMALL, mesh, True, 0.3).micro_batches
+    )
+    assert micro_batches() == 4  # a row per episode
+    assert micro_batches("rollout.memory_turns = 2") == 4
+    assert micro_batches("rollout.memory_turns = 1") == 6
+    assert micro_batches("rollout.memory_turns = 9") == 2
+    each = "rollout.prompt_source = 'per_turn'"  # 2 x 4 x 5 = 40 sequences
+    assert micro_batches(each) == micro_batches(each, "rollout.memory_turns = 2") == 7
+
+
+def test_the_error_for_an_unknown_model_lists_the_known_ones(tmp_path):
     with pytest.raises(
         ModelError, match=r"unknown architecture 'gpt-9'.*config\.json.*qwen2\.5-7b"
     ):
@@ -72,6 +98,25 @@ def test_a_models_flops_are_six_per_parameter_and_token_and_attention():
     expected = 6 * tokens * (3 * LAYER + HEAD / 2) + 3 * 8192 * tokens * 3
     assert estimates.model_flops(w) == expected
     assert estimates.model_flops(workload(has_lm_head=False)) == expected - 3 * tokens * HEAD
+
+
+def test_of_the_experts_those_of_a_token_count():
+    arch = Architecture(
+        "qwen3_moe", 100, 16, 64, 3, 4, 2, 8, num_experts=8, experts_per_token=2, qk_norm=True
+    )
+    w = workload(arch=arch)
+    attention, expert, router = LAYER - 3 * 64 * 16, 3 * 64 * 16, 8 * 16
+    assert w.layer_parameters == attention + 8 * expert + router
+    assert w.active_parameters == attention + 2 * expert + router
+    products = 6 * w.tokens * (3 * (attention + 2 * expert + router) + HEAD / 2)
+    assert estimates.model_flops(w) == products + 3 * estimates.attention_flops(w)
+
+
+def test_attention_in_a_window_counts_the_keys_that_tokens_see():
+    arch = dataclasses.replace(SMALL, sliding_window=32, local_layers=(True, False, True))
+    # Of 128 tokens, the first 32 see 16 keys on average and the other 96 see 32.
+    keys = 2 * (32 * 32 / 2 + 96 * 32) / 128 + 128 / 2
+    assert estimates.attention_flops(workload(arch=arch)) == 4 * 32 * keys * 2 * 8 * 128
 
 
 def test_full_remat_runs_all_products_but_the_last_again():
@@ -112,7 +157,22 @@ def test_the_optimizers_step_may_need_more_than_the_passes():
     # Few tokens of a large vocabulary: the clipped gradients and the changes of 4 bytes each.
     few = estimates.estimate_temporaries(workload(rows=4, length=1, trained=0.01), "cuda")
     assert few.optimizer == 2 * 4 * (3 * LAYER + 2 * HEAD) / 4
-    assert few.total == max(few.optimizer, few.copies + few.activations + few.layer + few.head)
+    larger, smaller = max(few.layer, few.head), min(few.layer, few.head)
+    passes = few.copies + few.activations + larger + smaller / 2
+    assert few.total == max(few.optimizer, passes)
+    # On one device, AdamW's step has a copy of the clipped gradients, and Adafactor's has none.
+    alone = workload(shards={"data": 1, "fsdp": 1, "sequence": 1, "tensor": 1})
+    assert estimates.estimate_temporaries(alone, "cuda").optimizer == 4 * (3 * LAYER + 2 * HEAD)
+    adafactor = dataclasses.replace(alone, adafactor=True)
+    assert estimates.estimate_temporaries(adafactor, "cuda").optimizer == 0
+
+
+def test_gradients_that_are_summed_in_place_need_no_copies():
+    in_place, full = (
+        estimates.estimate_temporaries(workload(remat=remat), "cuda")
+        for remat in ("in_place", "full")
+    )
+    assert full.copies > 0 == in_place.copies and in_place.activations == full.activations
 
 
 def test_only_the_tpu_compiler_keeps_float32_arrays_and_the_whole_gradient_of_the_embedding():

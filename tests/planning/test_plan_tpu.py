@@ -54,10 +54,15 @@ def test_a_small_plan_for_tpus_is_compiled_with_splash_and_adds_up(tmp_path, cap
     assert "attention: splash" in text and "MFU" in text
 
 
-def test_the_programs_of_the_embedded_engine_are_compiled(tmp_path):
+def test_the_programs_of_the_embedded_engine_and_a_state_on_the_host_are_compiled(tmp_path):
     params = ("engine.name = 'jax'", "engine.tensor = 2", "engine.slots = 8")
     params += ("engine.cache_tokens = 1024", "engine.dtype = 'bfloat16'")
+    params += ("compute.remat = 'offload'", "optimizer.state = 'host'")
     made = planned(tmp_path, *arguments("v5e:2x2", write_tiny(tmp_path), *params))
+    memory = made["updates"][0]["memory"]
+    assert memory["optimizer_on_host"] == 2 * memory["parameters"]  # AdamW's moments
+    assert memory["optimizer"] < 64  # its counters
+    assert made["host_memory"]["policy optimizer"] == 4 * memory["optimizer_on_host"]
     programs = {p["name"]: p for p in made["programs"]}
     held = made["updates"][0]["memory"]["resident"]["embedded engine"]
     # 512 tokens of each copy x 3 layers x (key and value) x one head of 64, in bfloat16. Both chips
@@ -114,8 +119,10 @@ def test_the_compilers_own_verdict_says_how_much_a_program_needs():
 
 
 def test_a_slice_that_cannot_be_is_refused(tmp_path):
-    with pytest.raises(TopologyError, match=r"v5e:3x5.*not divisible"):
+    with pytest.raises(TopologyError, match=r"v5e:3x5.*not divisible.* v5e:2x4 or v5e:4x4$"):
         plan.main(arguments("v5e:3x5", write_tiny(tmp_path)))
+    with pytest.raises(TopologyError, match=r"v5p:1x1x1.*nearest slices are v5p:2x2x1$"):
+        find_topology("v5p:1x1x1")
 
 
 def test_slices_are_joined_by_the_data_centre_network():

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from mesh_devices import HARDWARE
 
 from manus_jax import plan
 from manus_jax.planning.architectures import find_architecture
@@ -37,30 +38,40 @@ def test_every_flag_is_on_the_page(capsys):
 
 def test_the_commands_behind_the_results_are_commands():
     lines = re.findall(r"^plan (\S+) (\S+) (\d+)(.*)$", PAGE, flags=re.MULTILINE)
-    assert len(lines) >= 8
+    of_files = re.findall(r"^plan_file (\S+) (\S+) (\S+)$", PAGE, flags=re.MULTILINE)
+    assert len(lines) + len(of_files) >= 8
     shared = re.findall(r"--gin_param='([^']+)'", PAGE.split("plan() {")[1].split("}")[0])
+    files = ["configs/envs/textcraft.gin", "configs/recipes/grpo.gin"]
     for architecture, topology, rows, more in lines:
-        assert find_architecture(architecture).num_params > 1e9
+        assert find_architecture(architecture).num_params > 4e8
         assert topology.split(":")[0] in (*TPUS, "cuda")
         params = [*shared, f"data.rows = {rows}", *re.findall(r"--gin_param='([^']+)'", more)]
-        files = ["configs/envs/textcraft.gin", "configs/recipes/grpo.gin"]
         config = plan.read_train_config(files, params)
         assert config.data.rows == int(rows)
+    for hardware, topology, architecture in of_files:
+        assert HARDWARE[hardware][1] == topology
+        assert find_architecture(architecture).num_params > 4e8
+        plan.read_train_config([*files, f"configs/hardware/{hardware}.gin"], [])
 
 
 def test_the_range_that_estimates_state_holds_for_the_compiled_plans_of_the_page():
     row = (
-        r"^\| (Qwen[\w.-]+) \| [^|]*`(\w+):\S+` ?\S* \| fsdp (\d+)(?:, tensor (\d+))? "
-        r"\| (\d+) × (\d+) \| \S+ \| \S+ \| \S+ \| ([\d.]+) \|"
+        r"^\| (Qwen[\w.-]+) \| [^|]*`(\w+):\S+` ?\S* \| ([\w, ]+) "
+        r"\| (\d+) × (\d+) × ([\d,]+) \| \S+ \| \S+ \| \S+ \| ([\d.]+) \|"
     )
     found = re.findall(row, PAGE, flags=re.MULTILINE)
-    assert len(found) >= 11
+    assert len(found) == PAGE.count("\n| Qwen") >= 11
     ratios = []
-    for model, chip, fsdp, tensor, micro_batches, rows, compiled in found:
-        shards = {"data": 1, "fsdp": int(fsdp), "sequence": 1, "tensor": int(tensor or 1)}
+    for model, chip, mesh, micro_batches, rows, length, compiled in found:
+        sizes = {axis: int(size) for axis, size in (part.split() for part in mesh.split(", "))}
+        shards = {axis: sizes.get(axis, 1) for axis in ("data", "fsdp", "sequence", "tensor")}
+        tokens = int(length.replace(",", ""))
         arch = find_architecture(model)
-        w = Workload(arch, True, int(micro_batches), int(rows), 4096, 0.3, "full", 2, shards)
+        w = Workload(arch, True, int(micro_batches), int(rows), tokens, 0.3, "full", 2, shards)
         platform = "cuda" if chip == "cuda" else "tpu"
         ratios.append(float(compiled) * GIB / estimate_temporaries(w, platform).total)
     low, high = COMPILED_TO_ESTIMATED
     assert low <= round(min(ratios), 2) <= round(max(ratios), 2) <= high
+    stated = re.search(r"compilers took ([\d.]+) to ([\d.]+) times the estimated", PAGE)
+    assert stated is not None
+    assert [float(x) for x in stated.groups()] == [round(min(ratios), 2), round(max(ratios), 2)]

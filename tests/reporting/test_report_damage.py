@@ -56,7 +56,7 @@ def test_flipped_cut_and_replaced_bytes_of_every_file_leave_a_report(run: Path) 
     (run / "status.json").write_text('{"state": "running", "time": 5}')
     files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.name != ".lock"]
     assert len(files) > 6
-    for _ in range(25):
+    for _ in range(12):
         for path in files:
             before = path.read_bytes()
             path.write_bytes(damaged(before, rng))

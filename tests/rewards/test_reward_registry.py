@@ -152,6 +152,10 @@ def test_parameters_that_cannot_work_are_refused_before_any_episode(
 
 
 def test_every_reward_of_the_project_accepts_its_defaults() -> None:
-    needed = {"pattern": {"pattern": "a"}, "weighted": {"weights": {"env": 1, "f1": 0.5}}}
+    needed = {
+        "pattern": {"pattern": "a"},
+        "weighted": {"weights": {"env": 1, "f1": 0.5}},
+        "judge": {"model": "m@http://127.0.0.1:1/v1", "rubric": __file__},
+    }
     for name in list(REWARDS):
         RewardSettings(name, needed.get(name, {}))

@@ -38,6 +38,9 @@ def test_the_examples_that_a_prompt_shows_are_parsed(env: str, name: str) -> Non
         wanted = without_thoughts(turn).strip() if row.sends_text else example.action
         if row.action == "sql_block":
             wanted = "SELECT COUNT(*) FROM item"
+        elif action_format.tools:  # servers of tools evaluate a Python literal
+            tool = row.action == "tool_call"
+            wanted = f"Action: {example.action}".replace('"', "'") if tool else example.action
         assert action_format.parse(turn, row.action).action == wanted
 
 
@@ -48,7 +51,7 @@ def test_the_form_in_the_instruction_is_parsed(name: str) -> None:
     assert FORMATS[name].parse(form, "line").action == "the action"
 
 
-@pytest.mark.parametrize("name", ["react_sql", "tool_call", "search_tags", "fenced"])
+@pytest.mark.parametrize("name", ["react_sql", "react_tool", "search_tags", "fenced"])
 def test_the_form_of_a_style_of_its_own_is_parsed(name: str) -> None:
     [style] = FORMATS[name].styles
     assert FORMATS[name].parse(FORMATS[name].instruction, style).valid
@@ -172,7 +175,7 @@ def test_a_code_block_that_the_token_limit_cut_off_is_not_executed(
     assert FORMATS[name].parse(text + "\n```", style, cut=True).valid
 
 
-@pytest.mark.parametrize("name", [*PARSED, "react_sql", "tool_call"])
+@pytest.mark.parametrize("name", [*PARSED, "react_sql", "react_tool", "tool_call"])
 def test_an_error_repeats_the_expected_form(name: str) -> None:
     style = next(iter(FORMATS[name].styles))
     parsed = FORMATS[name].parse("I do not know.", style)
@@ -311,7 +314,7 @@ def test_auto_is_the_environments_own_form() -> None:
     chosen = {env: format_for(row).name for env, row in ENVIRONMENTS.items()}
     assert chosen["textcraft"] == chosen["maze"] == "react"
     assert chosen["sqlgym"] == "react_sql"
-    assert chosen["weather"] == "tool_call"
+    assert chosen["weather"] == "react_tool"
     assert chosen["searchqa"] == "search_tags"
     assert chosen["webarena"] == "fenced"
 
@@ -319,14 +322,14 @@ def test_auto_is_the_environments_own_form() -> None:
 def test_raw_sends_everything_and_asks_for_what_the_server_reads() -> None:
     raw = format_for(environment("weather"), "raw")
     assert raw.parse("whatever", "tool_call").action == "whatever"
-    assert raw.instruction == FORMATS["tool_call"].instruction
+    assert raw.instruction == FORMATS["react_tool"].instruction
     assert format_for(environment("maze"), "raw").parse(" move up\n", "line").action == "move up"
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("tool_call", "Action: get_weather"),
+        ("react_tool", "Action: get_weather"),
         ("search_tags", "<search>no end"),
         ("search_tags", "</search><search>"),
         ("fenced", "```click [3]"),
@@ -340,7 +343,9 @@ def test_text_that_a_server_could_not_read_is_not_sent(name: str, text: str) -> 
 def test_unknown_and_unfitting_formats_say_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"unknown action format 'xml' \(known: auto, react, "):
         format_for(environment("maze"), "xml")
-    with pytest.raises(ValueError, match=r"'act' does not fit weather.*write auto or one of tool_"):
+    with pytest.raises(
+        ValueError, match=r"'act' does not fit weather.*write auto or one of react_tool"
+    ):
         format_for(environment("weather"), "act")
 
 

@@ -142,7 +142,7 @@ def test_an_invalid_action_is_answered_counted_and_never_sent(
 
 
 @pytest.mark.bug("B23")
-def test_a_turn_that_is_cut_goes_on_behind_an_end_that_is_not_trained(
+def test_a_turn_that_is_cut_is_closed_with_tokens_that_are_not_trained(
     engine_of: EngineOf, pool: EnvironmentPool
 ) -> None:
     engine = engine_of(says(UP), stops=False)

@@ -5,6 +5,7 @@ import json
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ TASKS = [Task("maze", n, f"maze_{n}") for n in range(12)]
 
 
 def played(spec, number, cancellation):
-    return two_turns(spec.uid, spec=spec)
+    return [two_turns(spec.uid, spec=spec)]
 
 
 def open_stream(play=played, batch_size=2, max_staleness=1, max_dropped=10**6, threads=4):
@@ -86,7 +87,7 @@ def test_a_slow_episode_holds_up_its_own_group_only(opened):
 def test_dropped_groups_are_replaced_and_reported(opened):
     def play(spec, number, cancellation):
         if number in (0, 2):
-            return FailedEpisode(spec, "network", "unreachable")
+            return [FailedEpisode(spec, "network", "unreachable")]
         return played(spec, number, cancellation)
 
     stream = opened(play=play, threads=1)
@@ -100,7 +101,7 @@ def test_a_dead_environment_ends_in_an_incomplete_batch_instead_of_using_up_all_
 
     def play(spec, number, cancellation):
         calls.append(number)
-        return FailedEpisode(spec, "network", "unreachable")
+        return [FailedEpisode(spec, "network", "unreachable")]
 
     stream = opened(play=play, max_dropped=2, threads=1)
     taken = stream.take()
@@ -124,13 +125,16 @@ def test_closing_cancels_episodes(opened):
         with contextlib.suppress(Cancelled):
             cancellation.sleep(20)
         cancelled.set()
-        return FailedEpisode(spec, "cancelled", "the run was cancelled")
+        return [FailedEpisode(spec, "cancelled", "the run was cancelled")]
 
     stream = opened(play=play)
-    threading.Thread(target=stream.take, daemon=True).start()
-    wait_for(lambda: stream.admission.running > 0)
-    stream.close()
-    assert cancelled.is_set()
+    with ThreadPoolExecutor(1) as learner:
+        taking = learner.submit(stream.take)
+        wait_for(lambda: stream.admission.running > 0)
+        stream.close()
+        assert cancelled.is_set()
+        with pytest.raises(Cancelled):  # a learner that waits for a batch does not wait for ever
+            taking.result(20)
 
 
 def test_a_saved_stream_continues_with_every_task_and_the_same_episodes(opened):
@@ -145,19 +149,21 @@ def test_a_saved_stream_continues_with_every_task_and_the_same_episodes(opened):
     first = [g.number for g in stream.take().groups]
     stream.publish(1)
     wait_for(lambda: stream.admission.ready == 4)
-    state = json.loads(json.dumps(stream.state()))  # it is stored as JSON
+    state = json.loads(json.dumps(stream.state(1)))  # it is stored as JSON
     ready = {g.number: g for g in stream._ready.values()}
     finish.set()
 
     resumed = opened(max_staleness=2, threads=1)
     resumed.restore(state, 1)
-    assert resumed.state() == state
+    assert resumed.state(1) == state
     taken = [group for _ in range(6) for group in resumed_take(resumed)]
     numbers = first + [g.number for g in taken]
     assert len(set(numbers)) == len(numbers) and set(numbers) >= set(range(8))
     for group in taken:
         assert group.place == (0, TASKS.index(group.episodes()[0].spec.task))
-        for new, old in zip(group.outcomes, ready.get(group.number, group).outcomes, strict=True):
+        for new, old in zip(
+            group.episodes(), ready.get(group.number, group).episodes(), strict=True
+        ):
             assert new.spec.uid == old.spec.uid and new.turns == old.turns
             for a, b in zip(new.segments, old.segments, strict=True):
                 for name in ("token_ids", "loss_mask", "log_probs", "versions", "turn_ids"):
@@ -170,36 +176,90 @@ def resumed_take(stream):
     return groups
 
 
-def test_random_kills_and_failures_train_every_task_once_per_epoch(opened):
-    """Each life ends at a random moment; the next one continues from the last saved state."""
+def test_a_batch_that_was_taken_early_is_in_the_checkpoint_of_the_update_before(opened):
+    stream = opened(max_staleness=2)
+    first, second = stream.take(), stream.take()
+    state = stream.state(1)
+    held = {saved["number"] for saved in state["ready"]} | {n for n, _ in state["running"]}
+    assert held == set(range(6)) - {g.number for g in first.groups}
+    assert held > {g.number for g in second.groups}
+    stream.publish(2)
+    wait_for(lambda: stream.admission.running == 0)
+    later = {saved["number"] for saved in stream.state(2)["ready"]}
+    assert not later & {g.number for g in (*first.groups, *second.groups)}
+
+
+def test_the_limit_of_episodes_can_change_while_they_are_played(opened):
+    lock, playing, most = threading.Lock(), [], []
+    go = threading.Semaphore(0)
+
+    def play(spec, number, cancellation):
+        with lock:
+            playing.append(spec.uid)
+            most.append(len(playing))
+        assert go.acquire(timeout=20)
+        with lock:
+            playing.remove(spec.uid)
+        return played(spec, number, cancellation)
+
+    stream = opened(play=play, max_staleness=1, threads=8)  # four groups of two may run
+    stream.limit_episodes(1)
+    with ThreadPoolExecutor(1) as learner:
+        taking = learner.submit(stream.take)
+        for ended in range(3):
+            wait_for(lambda count=ended + 1: len(most) == count)
+            go.release()
+        wait_for(lambda: len(most) == 4)
+        assert max(most) == 1
+        stream.limit_episodes(3)
+        wait_for(lambda: len(playing) == 3)
+        go.release(8)
+        assert len(taking.result(20).groups) == 2
+    assert max(most) == 3
+
+
+@pytest.mark.parametrize("dropping", [0.0, 0.2])
+def test_random_kills_and_failures_train_every_task_once_per_epoch(opened, dropping):
+    """Each life ends at a random moment; the next one continues from the last saved state.
+
+    The learner takes batches one step early. A group is dropped or not whatever life it is played
+    in, as a task is that cannot be played; no other group may be missing.
+    """
     dice = random.Random(5)
+    unplayable = {number for number in range(500) if dice.random() < dropping}
 
     def play(spec, number, cancellation):
         time.sleep(dice.random() * 0.003)
+        if number in unplayable:
+            return [FailedEpisode(spec, "network", "unreachable")]
         return played(spec, number, cancellation)
 
     saved, trained = None, []
-    for _ in range(15):
+    for life in range(16):
         stream = opened(play=play, max_staleness=dice.choice([1, 2]))
-        step = 0
+        step = count = 0
         if saved is not None:
             state, step, count = saved
-            stream.restore(state, step)
-            del trained[count:]  # a killed learner forgets the updates after its checkpoint
-        for _ in range(dice.randrange(1, 6)):
-            trained += stream.take().groups
+            stream.restore(json.loads(json.dumps(state)), step)
+        del trained[count:]  # a killed learner forgets the updates after its checkpoint
+        early = stream.take()
+        for _ in range(dice.randrange(1, 6) if life < 15 else 20):
+            batch, early = early, stream.take()
+            trained += batch.groups
             step += 1
             stream.publish(step)
-            if dice.random() < 0.5:
-                saved = stream.state(), step, len(trained)
+            if dice.random() < 0.5 or life == 15:
+                saved = stream.state(step), step, len(trained)
         stream.close()
-    state, step, count = saved
-    stream = opened(threads=1)
-    stream.restore(state, step)
-    del trained[count:]
-    while not {group.number for group in trained} >= set(range(24)):
-        trained += resumed_take(stream)
     tasks = {group.number: group.episodes()[0].spec.task.item for group in trained}
     assert len(tasks) == len(trained)  # no group was trained on twice
-    for epoch in (range(12), range(12, 24)):
-        assert sorted(tasks[number] for number in epoch) == [task.item for task in TASKS]
+    state = saved[0]
+    waiting = {n for n, _ in state["running"]} | {group["number"] for group in state["ready"]}
+    assert not waiting & tasks.keys()
+    assert set(range(state["drawn"])) - waiting - tasks.keys() <= unplayable
+    order = Mixture([("maze", TASKS, 1.0)], seed=3)
+    drawn = [order.task(order.draw()).item for _ in range(state["drawn"])]
+    assert all(drawn[number] == item for number, item in tasks.items())
+    for epoch in range(len(drawn) // len(TASKS)):
+        chunk = drawn[epoch * len(TASKS) : (epoch + 1) * len(TASKS)]
+        assert sorted(chunk) == [task.item for task in TASKS]

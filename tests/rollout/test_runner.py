@@ -52,6 +52,37 @@ def test_outcomes_come_in_order_and_on_done_as_they_end(
     assert heard == dict(enumerate(outcomes))
 
 
+def test_threads_of_episodes_are_daemons_so_that_a_start_does_not_search_the_others(
+    engine_of: EngineOf, pool: EnvironmentPool
+) -> None:
+    """Up to Python 3.12, the start of another thread goes through the set of these."""
+    daemons = []
+
+    class Watching(OraclePolicy):
+        def player(self, episode):
+            daemons.append(threading.current_thread().daemon)
+            return super().player(episode)
+
+    run_episodes([spec_of("maze_7", n) for n in range(3)], Watching(), pool, SETTINGS)
+    assert daemons == [True] * 3
+
+
+def test_threads_that_cannot_be_started_are_one_line(
+    engine_of: EngineOf, pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith("episode"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(runner.ThreadLimit, match=r"3 threads.*lower rollout\.max_in_flight"):
+        specs = [spec_of("maze_7", n) for n in range(3)]
+        run_episodes(specs, agent_of(engine_of(oracle())), pool, SETTINGS)
+
+
 def test_nothing_to_play_is_nothing(engine_of: EngineOf, pool: EnvironmentPool) -> None:
     assert run_episodes([], agent_of(engine_of(oracle())), pool, SETTINGS) == []
 
@@ -283,7 +314,9 @@ def test_a_template_that_refuses_the_layout_is_refused_before_anything_is_played
     )
     engine = engine_of(says(""))
     system = RolloutSettings(prompt_layout="system")
-    with pytest.raises(ChatTemplateError, match=r"rejects roles \['system', 'user'\]: no system"):
+    with pytest.raises(
+        ChatTemplateError, match=r"rejects roles \['system', 'user', 'assist.*: no system"
+    ):
         run_episodes([spec_of("maze_3")], EngineAgent(engine, strict), pool, system)
     assert engine.requests == []
 
@@ -296,7 +329,7 @@ def test_a_template_that_refuses_the_layout_is_refused_before_anything_is_played
         ([spec_of("chess_3")], {}, "unknown environment 'chess'"),
         ([EpisodeSpec(Task(None, None, "row 4"), "u", "g")], {}, "u: task 'row 4' names no env"),
         ([spec_of("maze_3")], {"action_format": "xml"}, "unknown action format 'xml'"),
-        ([spec_of("maze_3")], {"action_format": "tool_call"}, "does not fit maze"),
+        ([spec_of("maze_3")], {"action_format": "react_tool"}, "does not fit maze"),
     ],
 )
 def test_what_cannot_be_played_is_refused_before_anything_is(

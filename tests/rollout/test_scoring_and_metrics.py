@@ -8,8 +8,8 @@ from made_trajectories import forked, made, segment, two_turns
 
 from manus_jax.rewards import REWARDS, RewardError, RewardSettings
 from manus_jax.rollout.metrics import rollout_metrics
-from manus_jax.rollout.scoring import score_episode, score_episodes
-from manus_jax.rollout.trajectory import FailedEpisode, Trajectory
+from manus_jax.rollout.scoring import score_episode, score_episodes, shuffle_rewards
+from manus_jax.rollout.trajectory import EpisodeSpec, FailedEpisode, Trajectory
 
 FAILED = FailedEpisode(two_turns("f").spec, "timeout", "no answer", 2)
 
@@ -134,3 +134,50 @@ def test_refused_actions_and_repeated_failures_are_counted() -> None:
     assert metrics["env/ratio_of_valid_action"] == 0.25
     assert metrics["env/ratio_of_rejected_action"] == 0.75
     assert metrics["env/repeated_failures"] == 1
+
+
+def test_groups_entropy_and_repetition_by_hand() -> None:
+    """Two groups of two; one has different rewards and a success."""
+    spec = lambda uid, group: EpisodeSpec(two_turns().task, uid, group)
+    won = two_turns(spec=spec("a0", "a"))
+    lost = dataclasses.replace(won, spec=spec("a1", "a"), env_reward=0.0, success=False)
+    others = [dataclasses.replace(lost, spec=spec(uid, "b")) for uid in ("b0", "b1")]
+    alone = dataclasses.replace(won, spec=spec("c0", "c"))  # its group's other episode failed
+    metrics = rollout_metrics([won, lost, *others, alone])
+    assert metrics["rollout/groups_with_signal"] == 0.5
+    assert metrics["episode/pass_at_k"] == 0.5
+    # Turns at positions 3, 4 and 7, 8, 9; log-probs are -0.1 x (position + 1).
+    assert metrics["rollout/entropy"] == pytest.approx((0.4 + 0.5 + 0.8 + 0.9 + 1.0) / 5)
+    assert metrics["repetition/between_turns"] == 0
+    assert "rollout/groups_with_signal" not in rollout_metrics([alone])
+
+
+def test_repeated_tokens_turns_and_observations_are_counted() -> None:
+    """Ten equal tokens are nine pairs, one of them new; the other turns have 3 + 1 new pairs."""
+    tokens = segment([(None, 2), (0, 10), (None, 2), (1, 4), (None, 2), (2, 2)])
+    tokens.token_ids[2:12] = 7
+    episode = made([tokens], [0.0] * 3)
+    turns = [
+        dataclasses.replace(turn, text=x) for turn, x in zip(episode.turns, "xyy", strict=True)
+    ]
+    turns[1] = dataclasses.replace(turns[1], observation=turns[0].observation)
+    metrics = rollout_metrics([dataclasses.replace(episode, turns=tuple(turns))])
+    assert metrics["repetition/within_turns"] == pytest.approx(8 / 13)
+    assert metrics["repetition/between_turns"] == 0.5
+    assert metrics["env/ratio_of_unchanged_observation"] == pytest.approx(1 / 3)
+
+
+def test_shuffled_rewards_are_a_permutation_that_depends_on_the_seed() -> None:
+    rewards = [float(i) for i in range(20)]
+    penalized = [
+        made([segment([(None, 1), (0, 2)])], [x + 0.5], penalties={0: -0.5}) for x in rewards
+    ]
+    orders = []
+    for seed in ((0, 1), (0, 2), (0, 1)):
+        shuffled = shuffle_rewards(penalized, seed)
+        orders.append([t.episode_reward for t in shuffled])
+        assert sorted(orders[-1]) == rewards != orders[-1]
+        # No process reward reveals which turns were good.
+        assert {t.turn_rewards for t in shuffled} == {(0.0,)}
+        assert [t.turns[0].text for t in shuffled] == [t.turns[0].text for t in penalized]
+    assert orders[0] == orders[2] != orders[1]

@@ -52,12 +52,18 @@ def test_traces_have_openmanus_columns_and_replay_to_a_win(name: str, tmp_path: 
         assert (row["extra_info"]["index"], row["extra_info"]["split"]) == (index, "train")
         turns = len(conversation) // 2
         assert [turn["from"] for turn in conversation] == ["human", "gpt"] * turns
-        assert [turn["loss"] for turn in conversation] == [None, True] * turns
-        [prompt] = row["prompt"]
-        assert prompt["role"] == "user" and PROMPTS[name].instruction in prompt["content"]
+        prompt = row["prompt"]
+        assert prompt[0]["role"] == "user" and PROMPTS[name].instruction in prompt[0]["content"]
+        shown = len(prompt) - 1  # messages with the instruction and an example, not trained on
+        assert [turn["value"] for turn in conversation[:shown]] == [
+            m["content"] for m in prompt[:-1]
+        ]
+        losses = [None, False] * (shown // 2) + [None, True] * (turns - shown // 2)
+        assert [turn["loss"] for turn in conversation] == losses
         game = spec.new_game()
-        assert conversation[0]["value"] == f"{prompt['content']}\n\n{game.reset(item)}"
-        for agent, human in zip(conversation[1::2], conversation[2::2], strict=False):
+        assert conversation[shown]["value"] == f"{prompt[-1]['content']}\n\n{game.reset(item)}"
+        episode = conversation[shown:]
+        for agent, human in zip(episode[1::2], episode[2::2], strict=False):
             assert game.step(action_of(agent["value"])).observation == human["value"]
         last = game.step(action_of(conversation[-1]["value"]))
         assert last.done and last.reward == 1
@@ -78,7 +84,7 @@ def test_the_seed_chooses_the_items(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["chess", "--n", "1"], "unknown environment 'chess'; there are: babyai, maze"),
+        (["chess", "--n", "1"], "unknown environment 'chess'; there are: alfworld, babyai"),
         (["maze", "--n", "0"], "--n: 0 must be at least 1"),
         (["maze", "--n", "1", "--split", "dev"], "there are: train, test"),
         (["maze", "--n", "201", "--split", "test"], "maze has 200 items in test, not 201"),

@@ -28,10 +28,10 @@ LONG = 100_000  # the small tokenizer makes many tokens; nothing is to be cut
 def told_apart(script: Script, task: Task) -> Script:
     """A script that hears the first observation without the instruction it is joined to."""
     action_format = format_for(environment(task.env))
-    [instruction] = opening(task, action_format, RolloutSettings()).before
+    *_, last = opening(task, action_format, RolloutSettings()).before
 
     def heard(request: Request, observation: str) -> str:
-        return script(request, observation.removeprefix(f"{instruction.content}\n\n"))
+        return script(request, observation.removeprefix(f"{last.content}\n\n"))
 
     return heard
 
@@ -56,7 +56,7 @@ def test_a_trace_has_the_tokens_of_the_same_episode_played_through_an_engine(
             [played] = run_episodes(episode_specs([trace]), agent, pool, settings)
             assert isinstance(played, Trajectory) and played.success
             [segment] = played.segments
-            encoded = ChatStream(engine.tokenizer).encode(trace.messages)
+            [encoded] = ChatStream(engine.tokenizer).encode(trace.messages)
             assert encoded.input_ids.tolist() == segment.token_ids.tolist()
             assert encoded.loss_mask.tolist() == segment.loss_mask.tolist()
 

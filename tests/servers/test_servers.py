@@ -27,7 +27,7 @@ def test_jitter_shortens_a_wait() -> None:
     assert HEALTHY.mark_down("", 0.0, BACK_OFF, chance=1.0).retry_at == 0.5
 
 
-def test_free_ports_differ_and_nobody_answers_there() -> None:
+def test_free_ports_differ_and_have_no_listener() -> None:
     ports = free_ports(3)
     assert len(set(ports)) == 3
     assert not answers(f"http://127.0.0.1:{ports[0]}/health", timeout=1.0)
@@ -55,3 +55,22 @@ def test_output_is_read_when_it_cannot_be_logged_and_when_it_is_one_long_line(
     process.wait(60)
     assert process.url == "http://a:1" and process.exit_status == 0
     assert caplog.text.count("output of vLLM is not logged any more") == 1
+
+
+_WITH_ORPHANS = """
+import subprocess, sys
+from manus_jax.servers.launch import adopt_orphans, end_children
+adopt_orphans()
+shell = "(sleep 0.5; echo ended) & (trap '' TERM; sleep 60; echo survived) & exit 0"
+subprocess.run(["bash", "-c", shell], check=True)
+end_children(1.5)
+print("done")
+"""
+
+
+def test_the_children_of_a_server_that_ended_are_waited_for_and_then_killed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WITH_ORPHANS], capture_output=True, text=True, timeout=30
+    )
+    # Their output would follow, and the end of the pipe would be awaited, if they were alive.
+    assert (done.stdout, done.stderr) == ("ended\ndone\n", "")

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 import uvicorn
 from fastapi import FastAPI
 
-from envs.serve import BoundedConnection, listen
+from envs.bounded_connection import BoundedConnection
+from envs.serve import listen
 
 
 class Client:

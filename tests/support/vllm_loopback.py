@@ -19,10 +19,13 @@ from manus_jax.weights.mirror import Mirror
 class LoopbackServer:
     def __init__(self, scratch, max_model_len=64, slots=4, logprobs_mode="processed_logprobs"):
         self.max_model_len, self.slots, self.logprobs_mode = max_model_len, slots, logprobs_mode
-        self.backend = "manus_jax"
+        self.backend, self.dtype = "manus_jax", "torch.float32"
         self.key = None  # that it asks for
         self.config = {}  # config.json of what it serves
+        self.max_lora_rank, self.checksums = 0, {}  # of the tensors of what it serves
+        self.returns_experts = False
         self.cache = (0, 0)  # prompt tokens that were looked for, and found
+        self.engines = [(0, 0.0)]  # requests that wait and share of the KV cache, by engine
         self.calls, self.requests = [], []
         self.gate = threading.Event()
         self.gate.set()
@@ -45,6 +48,7 @@ class LoopbackServer:
     def restart(self):
         """Forgets everything that it was given."""
         self.label, self.mirror, self.problem = "default", Mirror(self._scratch), None
+        self.adapters = {}
 
     def close(self):
         self.gate.set()
@@ -65,13 +69,25 @@ class LoopbackServer:
 
     def _v1_models(self, _):
         model = {"id": "policy", "root": self.model_path, "max_model_len": self.max_model_len}
-        return 200, {"data": [model]}
+        adapters = [{"id": k, "root": v, "parent": "policy"} for k, v in self.adapters.items()]
+        return 200, {"data": [model, *adapters]}
+
+    def _v1_load_lora_adapter(self, body):
+        assert body["lora_name"] not in self.adapters
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        return 200, "Success"
+
+    def _v1_unload_lora_adapter(self, body):
+        del self.adapters[body["lora_name"]]
+        return 200, "Success"
 
     def _server_info(self, _):
         config = {
-            "model_config": {"logprobs_mode": self.logprobs_mode},
+            "model_config": {"dtype": self.dtype, "logprobs_mode": self.logprobs_mode},
             "scheduler_config": {"max_num_seqs": self.slots},
             "weight_transfer_config": self.backend and {"backend": self.backend},
+            "aux_output_config": {"enable_return_routed_experts": self.returns_experts},
+            "lora_config": self.max_lora_rank and {"max_lora_rank": self.max_lora_rank},
         }
         return 200, {"vllm_config": config}
 
@@ -83,11 +99,18 @@ class LoopbackServer:
         for name, count in zip(("queries", "hits"), self.cache, strict=True):
             lines.append(f'vllm:prefix_cache_{name}_total{{engine="0"}} {float(count)}')
             lines.append(f'vllm:prefix_cache_{name}_created{{engine="0"}} 1.7e+09')
+        for engine, (waiting, usage) in enumerate(self.engines):
+            lines.append(f'vllm:num_requests_waiting{{engine="{engine}"}} {float(waiting)}')
+            lines.append(f'vllm:kv_cache_usage_perc{{engine="{engine}"}} {usage}')
         return 200, "\n".join(lines)
 
     def _collective_rpc(self, body):
         if body["method"] == "served_config":
             return 200, {"results": [self.config]}
+        if body["method"] == "base_checksums":
+            return 200, {"results": [self.checksums]}
+        if body["method"] == "check_adapter":
+            return 200, {"results": [None]}
         if body["method"] == "fetch_weights":
             self.problem = None
             try:
@@ -128,6 +151,8 @@ class LoopbackServer:
 
     def _inference_v1_generate(self, body):
         self.requests.append(body)
+        if body["model"] not in ("", "policy", *self.adapters):
+            return 404, {"error": {"message": f"The model {body['model']} does not exist"}}
         began = self.label
         self.running.release()
         self.gate.wait(30)

@@ -1,7 +1,10 @@
 """Checkpoints: exact, on any mesh, and never half a one."""
 
+import contextlib
 import errno
+import gc
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -20,6 +23,7 @@ from manus_jax.models.architecture import Architecture
 from manus_jax.models.orbax_params import CheckpointError, find_checkpoint
 from manus_jax.models.transformer import Compute, Transformer, abstract_model, init_params
 from manus_jax.training.checkpoints import Checkpoints
+from manus_jax.training.run_directory import RunDirectoryError, disk_errors
 
 pytestmark = pytest.mark.slow
 
@@ -78,6 +82,20 @@ def test_the_best_stays_beside_the_newest_with_all_its_parts(tmp_path):
     checkpoints.close()
 
 
+def test_a_score_that_arrives_after_its_checkpoint_counts_and_survives_a_restart(tmp_path):
+    state, _ = new_state((8, 1, 1))
+    checkpoints = Checkpoints(tmp_path, keep=1, best=True)
+    checkpoints.save(1, {"policy": state}, {}, 0.2)
+    checkpoints.save(2, {"policy": state}, {})
+    checkpoints.add_score(2, 0.9)
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path, keep=1, best=True)
+    for step, score in ((3, 0.5), (4, None)):
+        checkpoints.save(step, {"policy": state}, {}, score)
+    checkpoints.close()
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == ["2", "4"]
+
+
 KILLED = """
 import sys, os, threading, time
 from pathlib import Path
@@ -133,7 +151,7 @@ def test_places_without_a_checkpoint_say_what_was_expected(tmp_path):
         find_checkpoint(tmp_path)
 
 
-def test_runs_and_steps_are_told_apart_whatever_the_directory_above_is_called(tmp_path):
+def test_runs_and_steps_are_distinguished_for_any_name_of_the_parent_directory(tmp_path):
     runs = tmp_path / "checkpoints"  # where someone keeps runs
     step = runs / "5" / "checkpoints" / "4"
     step.mkdir(parents=True)
@@ -285,3 +303,26 @@ def test_a_failed_save_is_raised_and_leaves_no_checkpoint(tmp_path, monkeypatch)
         checkpoints.wait()
     assert Checkpoints(tmp_path).latest() is None
     assert list(tmp_path.iterdir()) == []
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writes fail instead
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_arrays_that_cannot_be_written_are_one_line_without_tracebacks(tmp_path, caplog):
+    state, _ = new_state((8, 1, 1))
+    checkpoints = Checkpoints(tmp_path)
+    refused = pytest.raises(RunDirectoryError, match="cannot be written any more: File too large")
+    with files_of_at_most(500), refused, disk_errors(tmp_path):
+        checkpoints.save(1, {"policy": state}, {})
+        checkpoints.wait()
+    gc.collect()  # asyncio logs the errors of tasks when they are collected
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []

@@ -77,7 +77,7 @@ def test_a_loss_is_given_the_fields_that_it_needs_and_nothing_outside_the_mask(l
         policy_loss(recipe)(jnp.zeros((1, 3)), {k: v for k, v in fields.items() if k != "lateness"})
 
 
-def test_a_loss_whose_field_nobody_makes_is_refused_before_anything_is_played(late):
+def test_a_loss_that_needs_an_unknown_field_is_refused_before_anything_is_played(late):
     del TOKEN_COLUMNS._items["lateness"]
     with pytest.raises(ConfigError, match="'late' needs the column 'lateness'; batches have"):
         make_recipe(AlgorithmSettings(recipe="late"))

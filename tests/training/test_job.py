@@ -43,7 +43,7 @@ def test_a_cluster_is_found_where_there_is_one(environment, tpu, found):
     assert cluster_found(environment, tpu) == found
 
 
-def test_a_laptop_is_alone_and_off_means_off(monkeypatch):
+def test_a_laptop_is_a_single_process_and_off_means_off(monkeypatch):
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "JAX_COORDINATOR_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     assert not connect(DistributedSettings())
@@ -51,9 +51,11 @@ def test_a_laptop_is_alone_and_off_means_off(monkeypatch):
     assert not connect(DistributedSettings(mode="off"))
 
 
-def test_settings_that_cannot_be_are_refused():
+def test_impossible_settings_are_refused():
     with pytest.raises(ConfigError, match=r"process_id = 2 of distributed.processes = 2"):
         DistributedSettings(processes=2, process_id=2)
+    with pytest.raises(ConfigError, match=r"mode is 'off', so distributed.coordinator and .*_id"):
+        DistributedSettings(mode="off", coordinator="host:1234", process_id=0)
     with pytest.raises(ConfigError, match=r"distributed.heartbeat_s = 0.5 must be at least 1"):
         DistributedSettings(heartbeat_s=0.5)
 

@@ -1,5 +1,7 @@
 """From settings to learners: schedules count steps, and buffers have room for the batch."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -10,12 +12,16 @@ from manus_jax.config.commands import read_train_config
 from manus_jax.learner.mesh import make_mesh
 from manus_jax.models.architecture import Architecture
 from manus_jax.planning.architectures import find_architecture
+from manus_jax.planning.compiling import abstract_arguments
+from manus_jax.rollout.build_rollout import with_engine_settings
 from manus_jax.training.learner_specs import (
+    check_experts,
     check_lengths,
     check_memory,
     make_recipe,
     policy_lr,
     policy_spec,
+    replays_experts,
     updates_per_step,
 )
 
@@ -60,6 +66,21 @@ def test_buffers_have_room_for_the_episodes_of_a_mini_batch(params, update, step
     mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
     spec = policy_spec(config, make_recipe(config.algorithm), ARCH, mesh)
     assert (spec.update_micro_batches, spec.forward_micro_batches) == (update, step)
+
+
+def test_with_router_replay_every_pass_reads_the_experts_of_the_servers():
+    servers = ("vllm.urls = ['http://a:1']", "vllm.push = False", "vllm.router_replay = True")
+    config = with_engine_settings(config_of("engine.name = 'vllm'", "data.rows = 4", *servers))
+    assert replays_experts(config) and not replays_experts(config_of())
+    arch = dataclasses.replace(ARCH, family="qwen3_moe", num_experts=4, experts_per_token=2)
+    check_experts(config.model, arch, replay=True)
+    with pytest.raises(ConfigError, match="router_replay is not read: qwen3 has no experts"):
+        check_experts(config.model, ARCH, replay=True)
+    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    spec = policy_spec(config, make_recipe(config.algorithm), arch, mesh)
+    assert spec.routing == (1, 2)
+    _, planned, _ = abstract_arguments(spec, mesh, 3)
+    assert planned["routed_experts"].shape == (3, 4, config.data.max_length, 1, 2)
 
 
 def test_episodes_longer_than_a_row_are_refused_with_the_nearest_row():

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,7 +82,7 @@ def test_two_processes_do_not_write_to_one_run_and_a_killed_one_leaves_it_free(t
 
 
 def test_a_changed_warm_start_is_refused_and_a_moved_one_is_not(tmp_path, monkeypatch):
-    def opened(config, text, job):
+    def opened(config, text, job, devices):
         RunDirectory(config.sft.run_dir, text)
 
     def warm_start(run, *params):
@@ -168,13 +169,27 @@ def test_checkpoints_whose_settings_are_lost_are_not_continued(tmp_path, missing
     RunDirectory(tmp_path, CONFIG)
 
 
+def test_metrics_can_be_added_to_an_earlier_step(tmp_path):
+    directory = RunDirectory(tmp_path, "")
+    for step in (1, 2):
+        directory.append_metrics({"step": step, "loss": 0.5})
+    directory.amend_metrics(1, {"val/score": 0.25})
+    directory.append_metrics({"step": 3, "loss": 0.5})
+    assert directory.metrics() == [
+        {"step": 1, "loss": 0.5, "val/score": 0.25},
+        {"step": 2, "loss": 0.5},
+        {"step": 3, "loss": 0.5},
+    ]
+
+
 def test_metrics_are_written_at_once_until_that_takes_too_long_and_before_they_are_read(
     tmp_path, monkeypatch
 ):
     directory = RunDirectory(tmp_path, CONFIG)
     written = tmp_path / "metrics.jsonl"
     clock = iter([0.0, 0.0, 0.5, 9.0, 11.0, 11.0, 11.5])  # a write takes half a second
-    monkeypatch.setattr(run_directory.time, "monotonic", lambda: next(clock))
+    # Only here: threads of other tests also read the clock.
+    monkeypatch.setattr(run_directory, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     directory.append_metrics({"step": 1})
     assert written.read_text() == '{"step": 1}\n'
     directory.append_metrics({"step": 2})  # after 9 s; ten seconds are 20 times half a second

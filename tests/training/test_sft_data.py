@@ -1,11 +1,16 @@
 """Conversations that are too long for a row, and what a model without context would pay."""
 
+import itertools
+
 import numpy as np
 import pytest
+from chat_templates import QWEN3, QWEN25, tokenizer_with
 
-from manus_jax.data.chat import EncodedConversation
+from manus_jax.config.settings import ChatSettings
+from manus_jax.data.chat import ChatStream, EncodedConversation, Message
+from manus_jax.data.tasks import Task
 from manus_jax.learner.packing import PackingError
-from manus_jax.training.sft_data import conversation_batch, fit, unigram_entropy
+from manus_jax.training.sft_data import Encoder, conversation_batch, fit, unigram_entropy
 
 
 def conversation(length, seed=0, turn_ends=()):
@@ -45,3 +50,31 @@ def test_unigram_entropy_by_hand():
     mask = np.array([False, True, True, True, True])
     ids = np.array([9, 1, 1, 2, 2], np.int32)
     assert unigram_entropy([EncodedConversation(ids, mask, (4,))]) == pytest.approx(np.log(2))
+
+
+def task(*said):
+    roles = itertools.cycle(("user", "assistant"))
+    messages = [
+        Message(role, text, role == "assistant") for text, role in zip(said, roles, strict=False)
+    ]
+    return Task(env=None, item=None, item_id="x", messages=tuple(messages))
+
+
+def test_the_loss_may_be_on_every_token_but_the_first():
+    stream = ChatStream(tokenizer_with(QWEN25))
+    tasks = [task("Where?", "left"), task("And now?", "up", "A wall.", "down")]
+    for turns, every in zip(Encoder(stream)(tasks), Encoder(stream, "all")(tasks), strict=True):
+        np.testing.assert_array_equal(every.input_ids, turns.input_ids)
+        assert every.loss_mask.tolist() == [False] + [True] * (len(every.input_ids) - 1)
+        assert 0 < turns.loss_mask.sum() < len(turns.input_ids) / 2
+
+
+def test_a_forked_prompt_is_trained_once():
+    stream = ChatStream(tokenizer_with(QWEN3), ChatSettings(thinking="strip"))
+    thoughts = task(
+        "Where?", "<think>\nhm\n</think>\n\nleft", "And?", "<think>\nso\n</think>\n\nup"
+    )
+    turns, every = Encoder(stream)([thoughts]), Encoder(stream, "all")([thoughts])
+    assert len(every) == len(turns) == 2
+    assert every[0].loss_mask[1:].all()
+    np.testing.assert_array_equal(every[1].loss_mask, turns[1].loss_mask)

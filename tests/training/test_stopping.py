@@ -1,7 +1,10 @@
 """Signals within and outside the training loop."""
 
 import gc
+import io
 import signal
+import sys
+import threading
 import time
 
 import pytest
@@ -32,11 +35,77 @@ def test_the_loop_finishes_its_step_and_a_second_signal_stops_at_once(capsys, nu
 
 
 def test_a_signal_whose_exception_python_discards_is_sent_again():
+    interrupted = []
+
+    def collecting(phase, info):
+        if threading.current_thread() is threading.main_thread() and not interrupted:
+            interrupted.append(phase)
+            signal.raise_signal(signal.SIGTERM)
+
+    gc.callbacks.append(collecting)
+    try:
+        with interruptible(), pytest.raises(Terminated):
+            while not interrupted:  # another thread may be collecting, which makes this call void
+                gc.collect()
+            time.sleep(60)
+    finally:
+        gc.callbacks.remove(collecting)
+
+
+def test_a_signal_whose_exception_a_closing_file_discards_is_sent_again():
+    class Response(io.RawIOBase):  # as those of http.client
+        def close(self):
+            if not self.closed:
+                super().close()
+                signal.raise_signal(signal.SIGTERM)
+
+    with interruptible(), pytest.raises(Terminated):
+        Response()
+        time.sleep(60)
+
+
+def test_a_signal_that_ends_its_block_is_not_sent_again():
+    before = threading.active_count()
+    with pytest.raises(Terminated), interruptible():
+        signal.raise_signal(signal.SIGTERM)
+    with interruptible(), pytest.raises(Terminated):
+        signal.raise_signal(signal.SIGTERM)  # handled here, as by the live view of a run
+    assert threading.active_count() == before
+
+
+def test_a_signal_that_arrives_while_one_is_about_to_be_sent_again_is_not_lost(monkeypatch):
     def collecting(phase, info):
         gc.callbacks.remove(collecting)
         signal.raise_signal(signal.SIGTERM)
 
+    class SlowTimer(threading.Timer):
+        """Fires before `start` returns, as on a busy machine."""
+
+        def start(self):
+            monkeypatch.undo()
+            super().start()
+            self.join()
+
+    monkeypatch.setattr(threading, "Timer", SlowTimer)
     with interruptible(), pytest.raises(Terminated):
         gc.callbacks.append(collecting)
         gc.collect()
-        time.sleep(60)
+        time.sleep(10)
+
+
+def test_a_signal_that_arrives_while_a_discarded_exception_is_reported_is_not_lost(monkeypatch):
+    class Broken:
+        def __del__(self):
+            raise RuntimeError("discarded")
+
+    reported = []
+
+    def report(unraisable):
+        signal.raise_signal(signal.SIGTERM)
+        reported.append(str(unraisable.exc_value))
+
+    monkeypatch.setattr(sys, "unraisablehook", report)
+    with interruptible(), pytest.raises(Terminated):
+        Broken()
+        time.sleep(10)
+    assert reported == ["discarded"]

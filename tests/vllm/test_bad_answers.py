@@ -177,7 +177,7 @@ def test_a_program_that_is_not_vllm_is_refused_at_once(server, answer, path):
 def test_wrong_answers_of_other_routes_mark_a_server_down(server, tmp_path, caplog, path, answer):
     server.instead[path] = answer
     pool = VllmPool([server.url], 64, SETTINGS, **published(tmp_path))
-    wait_until(lambda: "unexpected answer" in caplog.text, pool)
+    wait_until(lambda: "unexpected answer" in caplog.text)
     del server.instead[path]
     pool.await_service()
     pool.close()
@@ -187,7 +187,7 @@ def test_wrong_answers_of_other_routes_mark_a_server_down(server, tmp_path, capl
 def test_unreadable_metrics_are_left_out(server, caplog):
     server.instead["/metrics"] = "vllm:prefix_cache_hits_total{} many"
     pool = opened([server.url])
-    wait_until(lambda: server.calls.count("/metrics") > 1, pool)
+    wait_until(lambda: server.calls.count("/metrics") > 1)
     pool.close()
     assert not caplog.text
 
@@ -200,7 +200,7 @@ def test_a_server_with_wrong_answers_loses_its_requests_to_another(tmp_path):
     settings = dataclasses.replace(SETTINGS, first_retry=30.0, longest_retry=60.0)
     urls = [bad.url, good.url]
     pool = opened(urls, settings, **published(tmp_path), model=CARD.architecture)
-    wait_until(lambda: pool.metrics()["servers_ready"] == 2, pool)
+    wait_until(lambda: pool.metrics()["servers_ready"] == 2)
     made = [pool.submit(ask(f"s{n}", seed=n)).result(20) for n in range(8)]
     assert [m.token_ids[0] for m in made] == [n + 3 for n in range(8)]
     assert len(bad.requests) == 3 and pool.metrics()["servers_ready"] == 1
@@ -222,7 +222,7 @@ def test_the_cache_of_old_weights_is_dropped_when_an_update_was_interrupted_afte
 ):
     server.failing["/reset_prefix_cache?reset_running_requests=true"] = 500
     pool = VllmPool([server.url], 64, SETTINGS, **published(tmp_path))
-    wait_until(lambda: server.calls.count("/reset_prefix_cache") > 1, pool)
+    wait_until(lambda: server.calls.count("/reset_prefix_cache") > 1)
     assert server.label.startswith("3-") and server.paused
     server.failing.clear()
     pool.await_service()
@@ -235,11 +235,11 @@ def test_a_server_that_keeps_its_weights_and_comes_back_with_others_is_refused(s
     pool = opened([server.url])
     for name, value in change.items():
         setattr(server, name, value)
-    wait_until(lambda: pool.metrics()["servers_ready"] == 0, pool)
+    wait_until(lambda: pool.metrics()["servers_ready"] == 0)
     with pytest.raises(EngineError, match=r"no vLLM server can be used: .*it was restarted; start"):
         pool.await_service()
     server.model_path, server.label = "/models/policy", "default"
-    wait_until(lambda: pool.metrics()["servers_ready"] == 1, pool)
+    wait_until(lambda: pool.metrics()["servers_ready"] == 1)
     pool.close()
 
 

@@ -1,18 +1,22 @@
 """Settings of vLLM servers, and those that the program starts: mistakes are found before."""
 
+import re
 import subprocess
 import sys
+import tempfile
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
+from published_models import CARD, model
 from recording_python import HEALTHY, calls, recorder, snapshot
 
 from manus_jax.config.binding import ConfigError
 from manus_jax.config.server_settings import VllmSettings
 from manus_jax.config.vllm_options import check_options
 from manus_jax.servers.processes import ServerSetupError, answers
-from manus_jax.vllm.open_pool import supervise
+from manus_jax.vllm.open_pool import open_vllm, supervise
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,7 @@ def supervised(tmp_path, slots=4, dtype="float32", **options):
 
 
 @pytest.mark.slow
-def test_a_server_that_does_not_start_is_an_error_with_its_last_words(tmp_path):
+def test_a_server_that_does_not_start_is_an_error_with_the_end_of_its_log(tmp_path):
     python = recorder(tmp_path, "sys.exit('no vllm here')")
     snapshot(tmp_path)
     written = r"the vLLM server ended with status 1; it wrote:\n(.*\n)*no vllm here\n\(all output: "
@@ -109,6 +113,21 @@ def test_a_server_that_does_not_start_is_an_error_with_its_last_words(tmp_path):
         supervised(tmp_path, servers=1, python=str(python)).start()
     (log,) = (tmp_path / "logs").iterdir()
     assert "no vllm here" in log.read_text()
+
+
+@pytest.mark.slow
+def test_the_log_of_a_server_that_does_not_start_is_kept_and_named(tmp_path, monkeypatch):
+    python = recorder(tmp_path, build="cpu")
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    settings = VllmSettings(servers=1, python=str(python))
+    with pytest.raises(ServerSetupError) as error:
+        open_vllm(CARD, model(), settings, slots=4, dtype="float32", max_length=64)
+    named = re.search(r"\(all output: (.*)\)", str(error.value))[1]
+    assert "contains no tokenizer" in Path(named).read_text()
+    assert [path.name for path in (tmp_path / "scratch").glob("manus-jax-vllm-*")] == [
+        Path(named).parent.name
+    ]
 
 
 @pytest.mark.slow
@@ -136,7 +155,7 @@ _TRAINER = """
 import sys, time
 from pathlib import Path
 from manus_jax.config.server_settings import VllmSettings
-from manus_jax.vllm.open_pool import supervise
+from manus_jax.vllm.open_pool import open_vllm, supervise
 root = Path(sys.argv[1])
 settings = VllmSettings(servers=1, python=sys.argv[2])
 servers = supervise(settings, root, 4, "float32", 64, root / "logs", "a-random-key")

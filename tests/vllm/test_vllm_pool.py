@@ -38,14 +38,26 @@ def servers(tmp_path):
 
 
 @pytest.fixture
-def pool(servers, tmp_path):
-    urls = [server.url for server in servers]
-    pool = opened(urls, **published(tmp_path))
-    wait_until(lambda: pool.metrics()["servers_ready"] == len(urls), pool)
-    yield pool
+def open_pool(servers, tmp_path):
+    """(settings) → a pool with both servers in service, and who publishes its next versions."""
+    pools = []
+
+    def make(settings=SETTINGS):
+        parts = published(tmp_path)
+        pools.append(opened([server.url for server in servers], settings, **parts))
+        wait_until(lambda: pools[-1].metrics()["servers_ready"] == len(servers))
+        return pools[-1], parts["publisher"]
+
+    yield make
     for server in servers:
         server.gate.set()
-    pool.close()
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def pool(open_pool):
+    return open_pool()[0]
 
 
 def opened(urls, settings=SETTINGS, **options):
@@ -68,11 +80,10 @@ def published(tmp_path):
     return {"publisher": publisher, "target": target, "resources": resources}
 
 
-def wait_until(condition, pool):
+def wait_until(condition):
     for _ in range(4000):
-        with pool._change:
-            if condition():
-                return
+        if condition():
+            return
         time.sleep(0.005)
     raise AssertionError("it did not come about")
 
@@ -89,7 +100,7 @@ def test_tokens_log_probs_and_versions_come_back(pool):
     assert made.finish_reason == "length"
 
 
-def test_what_is_asked_for_is_what_the_server_is_told(pool, servers):
+def test_the_server_receives_the_sampling_parameters_of_the_request(pool, servers):
     pool.submit(
         ask(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop_ids=(7,), stop_strings=("x",))
     ).result(20)
@@ -130,14 +141,14 @@ def test_sessions_are_spread_over_the_servers(pool, servers):
     assert all(future.result(20).token_ids for future in futures)
 
 
-def test_a_full_pool_makes_requests_wait_and_a_full_queue_refuses(pool, servers):
-    pool._settings = dataclasses.replace(SETTINGS, queue_size=1)
+def test_a_full_pool_makes_requests_wait_and_a_full_queue_refuses(open_pool, servers):
+    pool, _ = open_pool(dataclasses.replace(SETTINGS, queue_size=1))
     for server in servers:
         server.gate.clear()
     futures = []
     for n in range(8):
         futures.append(pool.submit(ask(f"s{n}")))
-        wait_until(lambda: not pool._waiting, pool)
+        wait_until(lambda n=n: pool.metrics()["in_flight"] == n + 1)
     futures.append(pool.submit(ask("waits")))
     with pytest.raises(EngineError, match="1 requests are already waiting"):
         pool.submit(ask("too many"))
@@ -164,7 +175,7 @@ def test_a_generation_in_flight_over_an_update_says_which_weights_made_what(pool
     for server in servers:
         server.gate.clear()
     future = pool.submit(ask())
-    wait_until(lambda: pool._flying, pool)
+    wait_until(lambda: pool.metrics()["in_flight"])
     assert any(server.running.acquire(timeout=5) for server in servers)
     pool.update_weights(changed(model(), 0.01, 1), 4)
     for server in servers:
@@ -178,7 +189,7 @@ def test_a_server_that_dies_with_a_request_has_it_served_elsewhere_with_the_same
     for server in servers:
         server.gate.clear()
     future = pool.submit(ask("a", seed=9))
-    wait_until(lambda: pool._flying, pool)
+    wait_until(lambda: pool.metrics()["in_flight"])
     first = next(server for server in servers if server.running.acquire(timeout=5))
     other = next(server for server in servers if server is not first)
     other.gate.set()
@@ -194,7 +205,7 @@ def test_a_server_that_hangs_gives_up_its_requests_when_it_fails_its_check(pool,
     for server in servers:
         server.gate.clear()
     future = pool.submit(ask("a"))
-    wait_until(lambda: pool._flying, pool)
+    wait_until(lambda: pool.metrics()["in_flight"])
     first = next(server for server in servers if server.running.acquire(timeout=5))
     next(server for server in servers if server is not first).gate.set()
     first.failing["/health"] = 503
@@ -207,8 +218,8 @@ def test_a_server_that_was_restarted_is_brought_to_the_current_weights_before_it
 ):
     pool.update_weights(changed(model(), 0.01, 1), 4)
     servers[0].restart()
-    wait_until(lambda: servers[0].label.startswith("4-"), pool)
-    wait_until(lambda: pool.metrics()["servers_ready"] == 2, pool)
+    wait_until(lambda: servers[0].label.startswith("4-"))
+    wait_until(lambda: pool.metrics()["servers_ready"] == 2)
     for n in range(4):
         assert pool.submit(ask(f"s{n}")).result(20).versions == (4,) * 4
 
@@ -216,17 +227,20 @@ def test_a_server_that_was_restarted_is_brought_to_the_current_weights_before_it
 @pytest.mark.slow
 def test_a_server_that_missed_an_update_catches_up_when_it_is_back(pool, servers):
     servers[0].cut_off = True
-    wait_until(lambda: pool.metrics()["servers_ready"] == 1, pool)
+    wait_until(lambda: pool.metrics()["servers_ready"] == 1)
     for version in (4, 5):
         pool.update_weights(changed(model(), 0.01, version), version)
     servers[0].cut_off = False
-    wait_until(lambda: pool.metrics()["servers_ready"] == 2, pool)
+    wait_until(lambda: pool.metrics()["servers_ready"] == 2)
     assert servers[0].label == servers[1].label
     assert servers[0].label.startswith("5-")
 
 
-def test_a_damaged_version_is_never_loaded_and_nothing_is_paused_for_it(pool, servers, tmp_path):
-    publish = pool._publisher.publish
+def test_a_damaged_version_is_never_loaded_and_nothing_is_paused_for_it(
+    open_pool, servers, tmp_path
+):
+    pool, publisher = open_pool()
+    publish = publisher.publish
 
     def damaged(params, version):
         published = publish(params, version)
@@ -236,8 +250,8 @@ def test_a_damaged_version_is_never_loaded_and_nothing_is_paused_for_it(pool, se
         file.write_bytes(data)
         return published
 
-    pool._publisher.publish = damaged
-    pool._settings = dataclasses.replace(SETTINGS, patience=0.3)
+    publisher.publish = damaged
+    pool._settings = dataclasses.replace(SETTINGS, patience=0.3)  # too short to start with
     for server in servers:
         server.calls.clear()
     with pytest.raises(EngineError, match="is damaged"):
@@ -266,12 +280,12 @@ def test_a_cancelled_generation_is_ended_on_its_server(pool, servers):
     for server in servers:
         server.gate.clear()
     future = pool.submit(ask())
-    wait_until(lambda: pool._flying, pool)
+    wait_until(lambda: pool.metrics()["in_flight"])
     server = next(server for server in servers if server.running.acquire(timeout=5))
     assert future.cancel()
     with pytest.raises(CancelledError):
         future.result(20)
-    wait_until(lambda: not pool._flying and not pool._waiting, pool)
+    wait_until(lambda: pool.metrics()["in_flight"] == pool.metrics()["queue_length"] == 0)
     assert len(server.aborted) == 1
     assert pool.metrics()["servers_ready"] == 2
 
@@ -279,7 +293,7 @@ def test_a_cancelled_generation_is_ended_on_its_server(pool, servers):
 def test_servers_join_and_leave(pool, servers, tmp_path):
     third = LoopbackServer(tmp_path)
     pool.add_server(third.url)
-    wait_until(lambda: pool.metrics()["servers_ready"] == 3, pool)
+    wait_until(lambda: pool.metrics()["servers_ready"] == 3)
     assert third.label == servers[0].label
     for server in servers:
         pool.remove_server(server.url)
@@ -296,7 +310,7 @@ def test_prompts_without_room_are_refused_and_budgets_are_cut(pool, servers):
     assert len(pool.submit(ask(prompt=[1] * 60, tokens=100)).result(20).token_ids) == 4
 
 
-def test_closing_fails_what_runs_and_what_comes_after(pool, servers):
+def test_closing_fails_running_and_later_requests(pool, servers):
     for server in servers:
         server.gate.clear()
     future = pool.submit(ask())
@@ -329,19 +343,26 @@ def test_time_without_requests_does_not_count_into_a_servers_tokens_per_second(p
     assert pool.metrics()[f"{name}/busy_seconds"] == numbers[f"{name}/busy_seconds"]
 
 
-def test_the_share_of_prompt_tokens_that_a_server_had_cached_is_told(pool, servers):
+def test_the_share_of_cached_prompt_tokens_is_a_metric(pool, servers):
     names = [f"server/{server.url.removeprefix('http://')}" for server in servers]
     servers[0].cache = (200, 150)
-    wait_until(lambda: pool.metrics()[f"{names[0]}/prefix_cache_hit_rate"] == 0.75, pool)
+    wait_until(lambda: pool.metrics()[f"{names[0]}/prefix_cache_hit_rate"] == 0.75)
     assert pool.metrics()[f"{names[1]}/prefix_cache_hit_rate"] == 0
 
 
-def test_waiting_for_the_only_server_and_its_return_are_told(tmp_path, caplog):
+def test_requests_waiting_on_servers_and_the_fullest_cache_are_metrics(pool, servers):
+    servers[0].engines = [(3, 0.25), (1, 0.5)]
+    servers[1].engines = [(2, 0.125)]
+    wait_until(lambda: pool.metrics()["queue_length"] == 6)
+    assert pool.metrics()["kv_usage"] == 0.5
+
+
+def test_waiting_for_the_only_server_and_its_return_are_logged(tmp_path, caplog):
     server = LoopbackServer(tmp_path)
     pool = opened([server.url], **published(tmp_path))
     server.cut_off = True
     future = pool.submit(ask())
-    wait_until(lambda: "no vLLM server is in service: waiting up to 20 s" in caplog.text, pool)
+    wait_until(lambda: "no vLLM server is in service: waiting up to 20 s" in caplog.text)
     assert "does not answer" in caplog.text
     server.cut_off = False
     assert len(future.result(20).token_ids) == 4
@@ -355,7 +376,7 @@ def test_waiting_for_the_only_server_and_its_return_are_told(tmp_path, caplog):
     server.close()
 
 
-def test_a_look_at_a_server_that_ends_after_the_pool_did_says_nothing(tmp_path, caplog):
+def test_a_check_that_ends_after_the_pool_is_closed_logs_nothing(tmp_path, caplog):
     server = LoopbackServer(tmp_path)
     pool = opened([server.url], **published(tmp_path))
     (member,) = pool._members.values()
@@ -365,30 +386,31 @@ def test_a_look_at_a_server_that_ends_after_the_pool_did_says_nothing(tmp_path, 
     assert "out of service" not in caplog.text
 
 
-def test_the_key_goes_along_with_every_request(tmp_path):
+def test_the_key_is_sent_with_every_request(tmp_path):
     server = LoopbackServer(tmp_path)
     server.key = "s3cret"
     pool = opened([server.url], **published(tmp_path), api_key="s3cret")
     assert len(pool.submit(ask()).result(20).token_ids) == 4
     pool.close()
     server.close()
-    assert "s3cret" not in repr(pool._settings) + repr(pool)
+    assert "s3cret" not in repr(pool)
 
 
 def test_a_server_of_the_same_model_serves_and_one_of_another_is_named(tmp_path):
     server = LoopbackServer(tmp_path)
     server.config = {**CARD.config, "max_position_embeddings": 64}
     expected = {"model": CARD.architecture, "settings": SETTINGS}
-    pool = opened([server.url], **published(tmp_path), **expected)
+    parts = published(tmp_path)
+    pool = opened([server.url], **parts, **expected)
     pool.close()
     server.config |= {"num_hidden_layers": 3, "rms_norm_eps": 1e-5}
     with pytest.raises(
         EngineError, match=r"another model .*: num_layers is 3 and not 2, norm_eps is 1e-05 and not"
     ):
-        opened([server.url], target=pool._target, **expected)
+        opened([server.url], target=parts["target"], **expected)
     server.config |= {"model_type": "gemma"}
     with pytest.raises(EngineError, match=r"another model .* 'gemma' is not supported"):
-        opened([server.url], target=pool._target, **expected)
+        opened([server.url], target=parts["target"], **expected)
     assert "/pause" not in server.calls[-10:]
     server.close()
 
@@ -422,7 +444,7 @@ def test_an_update_examines_a_server_again_if_it_was_started_again(tmp_path):
         ({"failing": {"/server_info?config_format=json": 404}}, r"manus_jax\.serve"),
     ],
 )
-def test_a_server_that_does_not_fit_is_named_with_what_to_do(tmp_path, change, message):
+def test_an_incompatible_server_is_named_with_the_remedy(tmp_path, change, message):
     server = LoopbackServer(tmp_path)
     for name, value in change.items():
         setattr(server, name, value)
@@ -460,7 +482,7 @@ def test_requests_share_a_bounded_number_of_workers(pool, servers):
     futures = [pool.submit(ask(f"s{n}")) for n in range(40)]
     assert pool.metrics()["in_flight"] == 8 and pool.metrics()["queue_length"] == 32
     workers = [t for t in threading.enumerate() if t.name.startswith("vllm_")]
-    assert len(workers) <= pool._worker_count == 2 * (4 + 3)
+    assert len(workers) <= 2 * (4 + 3)
     for server in servers:
         server.gate.set()
     assert all(len(future.result(20).token_ids) == 4 for future in futures)
@@ -478,3 +500,15 @@ def test_closing_does_not_wait_for_a_server_that_hangs(tmp_path):
     with pytest.raises(EngineError, match="the engine is closed"):
         future.result(20)
     server.close()
+
+
+def test_a_server_that_computes_in_another_type_than_requested_is_reported(
+    servers, tmp_path, caplog
+):
+    servers[1].dtype = "torch.bfloat16"
+    urls = [server.url for server in servers]
+    pool = opened(urls, dtype="float32", **published(tmp_path))
+    wait_until(lambda: pool.metrics()["servers_ready"] == 2)
+    pool.close()
+    (line,) = [line for line in caplog.messages if "computes in" in line]
+    assert line.startswith(f"{urls[1]} computes in bfloat16 and engine.dtype is float32")

@@ -32,7 +32,7 @@ def test_a_session_moves_when_its_server_is_out_of_service_or_full():
     assert chosen([server("b", 3)], "gone", 2) == "b"
 
 
-def test_there_is_nobody_when_all_are_full_or_out_of_service():
+def test_no_server_is_chosen_when_all_are_full_or_out_of_service():
     assert choose([server("a", 4), server("b", ready=False)], "a", 2) is None
     assert choose([], None, 2) is None
 

@@ -50,7 +50,7 @@ def test_one_per_cent_of_bfloat16_takes_less_than_three():
 
 
 @pytest.mark.parametrize("share, kind", [(1.0, np.uint16), (0.5, np.uint16), (0.5, np.uint32)])
-def test_a_difference_is_never_less_than_was_told_beforehand(share, kind):
+def test_a_difference_is_never_smaller_than_predicted(share, kind):
     rng = np.random.default_rng(1)
     old = np.zeros(10_000, kind)
     new = (rng.random(old.shape) < share).astype(kind)
@@ -58,7 +58,7 @@ def test_a_difference_is_never_less_than_was_told_beforehand(share, kind):
     assert delta.difference(old, new).nbytes == told  # no gap is wider than a byte
 
 
-def test_a_lone_change_in_a_large_tensor_is_told_in_wide_gaps():
+def test_a_single_change_in_a_large_tensor_is_encoded_with_wide_gaps():
     old = np.zeros(10_000_000, np.uint16)
     new = old.copy()
     new[-1] = 1

@@ -119,7 +119,7 @@ def test_old_versions_go_but_for_what_a_late_joiner_needs(publisher, mirror, tmp
     assert copies(mirror) == exported(params, tmp_path / "hf")
 
 
-def test_a_publisher_started_again_goes_on_with_deltas(publisher, mirror, tmp_path):
+def test_a_restarted_publisher_continues_with_deltas(publisher, mirror, tmp_path):
     params = model()
     publisher.publish(params, 0)
     again = Publisher(publisher.root, CARD)
@@ -289,7 +289,7 @@ class Paused(Publisher):
         return super()._write_snapshot(manifest, directory)
 
 
-def test_a_snapshot_in_the_background_delays_nobody_and_is_that_version(tmp_path, mirror):
+def test_a_snapshot_in_the_background_delays_no_publication_and_has_its_version(tmp_path, mirror):
     publisher = Paused(tmp_path / "weights")
     versions = [changed(model(), 0.1 * number, number) for number in range(4)]
     for number, params in enumerate(versions[:3]):

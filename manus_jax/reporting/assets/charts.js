@@ -41,7 +41,7 @@ function bounds(lines, range) {
   const curves = lines.filter((line) => !line.level);
   const steps = curves.flatMap((line) => [line.steps[0], line.steps[line.steps.length - 1]]);
   let low = Infinity, high = -Infinity;
-  for (const line of lines) for (const value of line.values) {
+  for (const line of lines) for (const value of line.range ? [...line.range.low, ...line.range.high] : line.values) {
     low = Math.min(low, value);
     high = Math.max(high, value);
   }
@@ -65,6 +65,11 @@ function drawLine(line, frame) {
   }
   const dense = line.values.length >= 30;
   const drawn = [];
+  if (line.range) {
+    const edge = (values) => values.map((value, i) => x(line.steps[i]).toFixed(1) + " " + y(value).toFixed(1));
+    const around = [...edge(line.range.high), ...edge(line.range.low).reverse()];
+    drawn.push(svg("path", { class: "band", d: "M" + around.join("L") + "Z", fill: colour(line.index) }));
+  }
   if (dense && settings.smooth) {
     drawn.push(svg("path", { class: "curve raw", d: pathOf(line, line.values, x, y), ...stroke }));
     drawn.push(svg("path", { class: "curve", d: pathOf(line, smoothed(line.values), x, y), ...stroke }));
@@ -104,7 +109,7 @@ function drawAtWidth(card, drawing, height, draw) {
   redraws.push(draw);
 }
 
-// chart: {title, lines: [{metric, label, level}], range}
+// chart: {title, lines: [{metric, label, level, range: {low, high}}], range}; the range of a line is drawn as a band
 function chartCard(chart, height) {
   const lines = chart.lines.map((line, index) => ({ ...line, ...points(line.metric), index, shown: true }));
   const drawing = svg("svg", { class: "chart", role: "img", "aria-label": chart.title });

@@ -47,6 +47,8 @@ function build() {
   head.append(el("h1", {}, run.name),
     el("div", { class: "soft" }, [run.recipe, "metrics written " + written].filter(Boolean).join(DOT)), facts());
   for (const problem of run.problems) head.append(el("p", { class: "notice" }, problem));
+  for (const { step, last, text } of DATA.findings) head.append(el("p", { class: "notice" },
+    (step === last ? "Step " + whole(step) : "Steps " + whole(step) + " to " + whole(last)) + ": " + text));
   if (run.step === null) head.append(el("p", { class: "notice" }, "No step has finished yet, so there are no metrics."));
 
   if (DATA.charts.some((chart) => chart.section === "Learning")) {
@@ -64,7 +66,7 @@ function build() {
     const cards = chartsOf(name, 190);
     if (cards.length) main.append(section(title, el("div", { class: "grid" }, ...cards)));
   }
-  if (DATA.phases.bars.length) main.append(section("Time", timeCard(DATA.phases),
+  if (DATA.phases.bars.length) main.append(section("Time", timeCard(DATA.phases), DATA.timeline ? timelineCard(DATA.timeline) : null,
     el("div", { class: "grid speed" }, ...chartsOf("Speed", 170))));
   if (Object.keys(DATA.series).length) main.append(section("Any metric", metricChooser()));
   if (DATA.config) main.append(section("Configuration",

@@ -1,0 +1,240 @@
+"""`gym:ID`: Gymnasium's environments with text, numbers or vectors, and TextArena's games for one.
+
+An item is the seed of the reset. Keyword arguments of the environment follow a question mark, as in
+`gym:FrozenLake-v1?is_slippery=False`. The reward is the sum so far, divided by the threshold at
+which Gymnasium calls the environment solved, and at most 1.
+"""
+
+import ast
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import parse_qsl
+
+from envs.adapters.adapted_game import AdaptedGame
+from envs.game import ClientView, EnvironmentSpec, Game, GameError, Step, fixed_splits
+from envs.registry import UnknownEnvironment
+
+TRAIN, TEST = range(10_000), range(10_000, 10_500)
+_MAX_NUMBERS = 64
+_HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+INSTALL = "pip install 'manus-jax[textarena]'"
+
+
+@functools.cache
+def adapted(name: str) -> EnvironmentSpec:
+    """The environment ID, possibly with arguments; UnknownEnvironment if it cannot be played."""
+    import gymnasium
+
+    identifier, _, query = name.partition("?")
+    arguments = {key: _literal(text) for key, text in parse_qsl(query)}
+    known = True
+    try:
+        gymnasium.spec(identifier)
+    except gymnasium.error.Error:
+        known = False
+    make = _gymnasium if known else _textarena
+    try:
+        new_game, client, actions = make(identifier, arguments)
+    except UnknownEnvironment:
+        raise
+    except Exception as error:  # whatever the environment's constructor raises
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnknownEnvironment(f"gym:{name} cannot be made: {reason}") from error
+    return EnvironmentSpec(
+        name=f"gym:{name}",
+        health="ok",
+        family="id",
+        item_field="data_idx",
+        new_game=new_game,
+        items=fixed_splits(TRAIN, TEST),
+        plausible_actions=(lambda observations: actions) if actions else None,
+        client=client,
+    )
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+Made = tuple[Callable[[], Game], ClientView, tuple[str, ...]]
+"""(new game, what the client needs to know, all actions if they can be listed)"""
+
+
+def _gymnasium(identifier: str, arguments: dict[str, Any]) -> Made:
+    import gymnasium
+
+    def make() -> Any:
+        shows = "ansi" in getattr(entry, "metadata", {}).get("render_modes", ())
+        return gymnasium.make(identifier, **({"render_mode": "ansi"} if shows else {}), **arguments)
+
+    point = gymnasium.spec(identifier).entry_point
+    entry = gymnasium.envs.registration.load_env_creator(point) if isinstance(point, str) else point
+    trial = make()
+    for space in (trial.action_space, trial.observation_space):
+        if isinstance(space, gymnasium.spaces.Box) and space.shape and len(space.shape) > 1:
+            raise UnknownEnvironment(f"gym:{identifier} has images; there is no text of them")
+    actions: tuple[str, ...] = ()
+    if isinstance(trial.action_space, gymnasium.spaces.Discrete):
+        first, count = int(trial.action_space.start), int(trial.action_space.n)
+        if count <= 1000:
+            actions = tuple(map(str, range(first, first + count)))
+    threshold = trial.spec.reward_threshold
+    client = ClientView(
+        instruction=_description(type(trial.unwrapped), identifier),
+        actions=actions or (f"a value of {trial.action_space}, as JSON",),
+        high=threshold if threshold and threshold > 0 else 1.0,
+    )
+    trial.close()
+    return lambda: GymnasiumGame(make()), client, actions
+
+
+def _description(environment: type, identifier: str) -> str:
+    """The first paragraph of the class's documentation, and its section on actions."""
+    text = "\n".join(line.strip() for line in (inspect.getdoc(environment) or "").splitlines())
+    first = text.partition("\n\n")[0].strip()
+    found = re.search(r"^## Action Space\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    return "\n\n".join(
+        filter(None, [first or f"You play {identifier}.", found and found[1].strip()])
+    )
+
+
+class GymnasiumGame(AdaptedGame):
+    """One environment. The action is a number, a text or JSON, according to its action space."""
+
+    def __init__(self, environment: Any) -> None:
+        super().__init__()
+        self._environment = environment
+
+    def reset(self, item: int) -> str:
+        if item < 0:
+            raise GameError(f"An item is a seed of 0 or more, not {item}.")
+        observation, _ = self._environment.reset(seed=item)
+        return self._started(self._text(observation))
+
+    def step(self, action: str) -> Step:
+        self._require_running()
+        chosen = self._action(action)
+        if chosen is None:
+            space = self._environment.action_space
+            return self._refused(f"{action[:80]!r} is not an action; it must be in {space}.")
+        observation, reward, ended, cut, _ = self._environment.step(chosen)
+        return self._stepped(self._text(observation), float(reward), bool(ended or cut))
+
+    def close(self) -> None:
+        self._environment.close()
+
+    def _action(self, text: str) -> Any:
+        """The action in its space; None if there is none."""
+        import numpy as np
+        from gymnasium.spaces import Text
+
+        space = self._environment.action_space
+        if isinstance(space, Text):
+            return text if space.contains(text) else None
+        try:
+            value = json.loads(text)
+            candidate = np.asarray(value, space.dtype)
+            value = candidate if space.shape else candidate.item()
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            return None
+        if not space.shape and str(value) != text.strip():  # 1.7 is not action 1
+            return None
+        return value if space.contains(value) else None
+
+    def _text(self, observation: Any) -> str:
+        shown = _shown(observation)
+        if self._environment.render_mode == "ansi":
+            picture = str(self._environment.render())
+            # A coloured cell is where the agent is.
+            picture = _ESCAPE.sub("", _HIGHLIGHT.sub(r"[\1]", picture))
+            shown = f"{shown}\n{picture.strip(chr(10))}"
+        return shown
+
+
+def _shown(value: Any) -> str:
+    import numpy as np
+
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        return "\n".join(f"{key}: {_shown(part)}" for key, part in value.items())
+    if isinstance(value, tuple):
+        return ", ".join(map(_shown, value))
+    array = np.asarray(value)
+    if array.size > _MAX_NUMBERS:
+        raise GameError(f"an observation has {array.size} numbers, more than {_MAX_NUMBERS}")
+    return np.array2string(array, precision=3, separator=", ", suppress_small=True)
+
+
+def _textarena(identifier: str, arguments: dict[str, Any]) -> Made:
+    try:
+        import textarena
+        from textarena.envs.registration import ENV_REGISTRY
+    except ImportError as error:
+        raise UnknownEnvironment(
+            f"Gymnasium has no environment {identifier!r}, and TextArena is not installed "
+            f"({error}): {INSTALL}"
+        ) from None
+    # Without wrappers, an observation is what is new; the conversation has the rest.
+    plain = f"{identifier.removesuffix('-raw')}-raw"
+    if plain not in ENV_REGISTRY:
+        raise UnknownEnvironment(f"neither Gymnasium nor TextArena has {identifier!r}")
+
+    def make() -> Any:
+        return textarena.make(plain, **arguments)
+
+    TextArenaGame(make()).reset(0)  # a game of several players is refused here
+    client = ClientView(
+        instruction="You play a game. Its rules are in the first observation.",
+        actions=("what the rules ask for",),
+        low=-1.0,
+    )
+    return lambda: TextArenaGame(make()), client, ()
+
+
+class TextArenaGame:
+    """One game for one player."""
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+        self._seen: str | None = None
+        self._done = False
+
+    def reset(self, item: int) -> str:
+        self._environment.reset(num_players=1, seed=item)
+        self._done = False
+        self._seen = self._observed()
+        return self._seen
+
+    def step(self, action: str) -> Step:
+        if self._seen is None or self._done:
+            raise GameError("Reset before the next step.")
+        ended, _ = self._environment.step(action)
+        self._done, reward = bool(ended), 0.0
+        self._seen = self._observed()
+        if self._done:
+            rewards, infos = self._environment.close()
+            reward = float(rewards[0])
+            self._seen = str(infos[0].get("reason", self._seen))
+        return Step(self._seen, reward, self._done)
+
+    def observation(self) -> str:
+        if self._seen is None:
+            raise GameError("Reset before the first observation.")
+        return self._seen
+
+    def close(self) -> None:
+        pass
+
+    def _observed(self) -> str:
+        """The messages since the last action, but not the agent's own."""
+        _, messages = self._environment.get_observation()
+        return "\n".join(str(text) for sender, text, *_ in messages if sender != 0)

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint that records the exact tokens of every request."""

@@ -1,0 +1,148 @@
+"""Environments of other packages over AgentGym's protocol, as training plays them."""
+
+import sys
+from types import SimpleNamespace
+
+import gymnasium
+import pytest
+
+from envs.game import GameError
+from envs.registry import UnknownEnvironment, load
+from manus_jax.agentgym.environments import (
+    check_interpreters,
+    open_environments,
+    register_adapted,
+)
+from manus_jax.agentgym.prompts import PROMPTS
+from manus_jax.agentgym.table import environment
+from manus_jax.config.binding import ConfigError
+from manus_jax.config.commands import read_train_config
+from manus_jax.servers.processes import ServerSetupError
+from manus_jax.training.build import open_trainer
+from manus_jax.training.job import Job
+
+LAKE = "gym:FrozenLake-v1?is_slippery=False"
+
+
+def test_a_gymnasium_environment_is_played_to_its_goal_with_the_same_numbers() -> None:
+    register_adapted(LAKE)
+    direct = gymnasium.make("FrozenLake-v1", is_slippery=False)
+    state, _ = direct.reset(seed=3)
+    with open_environments({LAKE: "embedded"}) as pool, pool.lease(LAKE) as session:
+        seen = session.reset(3)
+        assert seen.startswith(f"{state}\n[S]FFF\n")
+        rejected = session.step("1.7")
+        assert "is not an action" in rejected.observation and not rejected.done
+        for action in (1, 1, 2, 2, 1, 2):
+            state, reward, done, *_ = direct.step(action)
+            result = session.step(str(action))
+            assert (result.observation.split("\n")[0], result.done) == (str(state), done)
+        assert (session.episode_reward, session.success, reward) == (1.0, True, 1)
+        session.reset(3)
+        assert session.step("1").reward == 0.0  # the sum starts again
+    prompt = PROMPTS[LAKE]
+    assert "- 2: Move right" in prompt.instruction and prompt.actions == ("0", "1", "2", "3")
+
+
+def test_rewards_are_sums_on_the_scale_of_the_threshold() -> None:
+    register_adapted("gym:CartPole-v1")
+    game = load("gym:CartPole-v1").new_game()
+    assert len(game.reset(0).strip("[]").split(", ")) == 4
+    values = [game.step("0").reward for _ in range(3)]
+    assert values == [1.0, 2.0, 3.0]
+    rule = environment("gym:CartPole-v1").reward
+    assert rule.scaled(47.5) == 0.1 and rule.scaled(10**6) == 1.0
+    game.close()
+
+
+def test_actions_of_other_spaces_are_json() -> None:
+    game = load("gym:Pendulum-v1").new_game()
+    game.reset(0)
+    assert "is not an action" in game.step("left").observation
+    assert "is not an action" in game.step("[99.0]").observation
+    before = game.observation()
+    assert game.step("[0.5]").observation != before
+    game.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("gym:NoSuchLake-v1", "NoSuchLake-v1"),
+        ("gym:FrozenLake-v1?is_slipery=False", "is_slipery"),
+        ("gym:FrozenLake-v1?map_name=7x7", "cannot be made: KeyError"),
+        ("gym:", "names no environment: write gym:NAME"),
+        ("verifiers: ", "names no environment"),
+        ("mcp:", "names no environment"),
+    ],
+)
+def test_an_environment_without_a_usable_name_is_one_line(name: str, problem: str) -> None:
+    with pytest.raises(UnknownEnvironment, match=problem) as caught:
+        register_adapted(name)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "problem"),
+    [
+        ("openenv:127.0.0.1:8000", "websockets", "write openenv:http://HOST:PORT"),
+        ("openenv:file:///dev/zero", "websockets", "write openenv:http://HOST:PORT"),
+        ("mcp:python 'tools.py", "mcp", "is not a command: No closing quotation"),
+        ("mcp:true", "mcp", "the server does not start: (?!.*ExceptionGroup)"),
+    ],
+)
+def test_an_environment_that_cannot_be_reached_is_one_line(
+    name: str, package: str, problem: str
+) -> None:
+    pytest.importorskip(package, reason=f"needs the package {package}")
+    with pytest.raises(UnknownEnvironment, match=problem) as caught:
+        register_adapted(name)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_interpreter_of_another_language_cannot_serve() -> None:
+    for program in ("/bin/true", "/bin/false"):
+        with pytest.raises(ServerSetupError, match=f"env.python: {program} cannot serve maze: it "):
+            check_interpreters({"maze": program})
+
+
+def test_an_item_that_is_no_seed_is_an_error_of_the_request() -> None:
+    game = load(LAKE).new_game()
+    with pytest.raises(GameError, match="a seed of 0 or more"):
+        game.reset(-1)
+
+
+def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "textarena", None)
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(UnknownEnvironment, match=r"pip install 'manus-jax\[textarena\]'"):
+        load("gym:GuessTheNumber-v0-hardcore")
+    with pytest.raises(UnknownEnvironment, match=r"pip install 'manus-jax\[mcp\]'"):
+        load("mcp:python tools.py")
+
+
+def test_a_version_of_verifiers_without_such_environments_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(__version__="0.4.0"))
+    problem = load("verifiers:echo").requirements()
+    assert problem is not None and "needs verifiers 0.1, and 0.4.0 is installed" in problem
+
+
+def test_a_warm_start_without_an_oracle_needs_random_episodes_only() -> None:
+    config = read_train_config(
+        [],
+        [
+            f"env.names = [{LAKE!r}]",
+            "train.run_dir = 'runs/x'",
+            "warm_start.steps = 5",
+            "data.max_length = 4096",
+        ],
+    )
+    with (
+        pytest.raises(ConfigError, match=r"has no oracle.*warm_start\.random_share = 1"),
+        open_trainer(config, "", Job()),
+    ):
+        pass

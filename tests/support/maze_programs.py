@@ -1,0 +1,80 @@
+"""Programs that play the maze through the endpoint, in all the ways that go right and wrong."""
+
+import asyncio
+import time
+from typing import Any
+
+import requests
+
+KEYS: list[str] = []
+CALLS: list[str] = []
+
+
+def complete(task: Any, messages: list[Any], key: str | None = None, **fields: Any) -> Any:
+    answer = requests.post(
+        f"{task.base_url}/chat/completions",
+        json={"model": "policy", "messages": messages, **fields},
+        headers={"Authorization": f"Bearer {key or task.api_key}"},
+        timeout=30,
+    )
+    if answer.status_code != 200:
+        raise RuntimeError(answer.json()["error"]["message"])
+    return answer.json()["choices"][0]["message"]
+
+
+def plays(task: Any) -> None:
+    messages = [{"role": "user", "content": task.reset()}]
+    done = False
+    while not done:
+        messages.append(complete(task, messages))
+        result = task.step(messages[-1]["content"])
+        messages.append({"role": "user", "content": result.observation})
+        done = result.done
+
+
+async def plays_asynchronously(task: Any) -> None:
+    await asyncio.to_thread(plays, task)
+
+
+def scores_itself(task: Any) -> dict[str, float]:
+    return {"reward": float(complete(task, [{"role": "user", "content": "Rate."}])["content"])}
+
+
+def gives_up(task: Any) -> None:
+    complete(task, [{"role": "user", "content": task.reset()}])
+
+
+def never_calls(task: Any) -> float:
+    return 1.0
+
+
+def never_plays(task: Any) -> None:
+    complete(task, [{"role": "user", "content": "hello"}])
+
+
+def raises(task: Any) -> None:
+    CALLS.append(task.item_id)
+    complete(task, [{"role": "user", "content": task.reset()}])
+    raise OSError("the disk is full")
+
+
+def uses_the_first_key(task: Any) -> None:
+    KEYS.append(task.api_key)
+    while len(KEYS) < 2:
+        time.sleep(0.01)
+    complete(task, [{"role": "user", "content": task.reset()}], KEYS[0])
+    while len(CALLS) < 1 and task.api_key == KEYS[0]:  # until the other one has used this key
+        time.sleep(0.01)
+
+
+def hangs(task: Any) -> None:
+    complete(task, [{"role": "user", "content": task.reset()}])
+    time.sleep(1)
+    try:
+        complete(task, [{"role": "user", "content": "late"}])
+    except RuntimeError as error:
+        CALLS.append(str(error))
+    try:
+        task.step("move up")
+    except RuntimeError as error:
+        CALLS.append(str(error))
