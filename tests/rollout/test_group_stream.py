@@ -107,7 +107,9 @@ def test_a_dead_environment_ends_in_an_incomplete_batch_instead_of_using_up_all_
     taken = stream.take()
     assert taken.groups == []
     assert len(taken.dropped) <= 2 + 3  # the bound, and those that were running when it was reached
-    assert set(calls) == {g.number for g in taken.dropped}
+    dropped = {g.number for g in taken.dropped}
+    # Groups for the next batch, with higher numbers, may have started since.
+    assert {number for number in calls if number <= max(dropped)} == dropped
 
 
 def test_an_error_in_an_episode_is_raised_by_take(opened):
