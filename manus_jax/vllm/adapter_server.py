@@ -6,14 +6,13 @@ and an adapter that no request uses any more is unloaded with the next update.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 from manus_jax.config.server_settings import VllmSettings
-from manus_jax.engines.protocol import Generation, Request
 from manus_jax.models.adapter_files import fingerprint_of_tensors
 from manus_jax.models.architecture import Architecture
-from manus_jax.vllm.client import IncompatibleServer, ServerFailure, VllmServer
+from manus_jax.vllm.client import IncompatibleServer, ServerFailure, VersionOf, VllmServer
 from manus_jax.weights.adapters import AdapterPublisher
 from manus_jax.weights.manifest import Identity, label_of
 from manus_jax.weights.publisher import Publisher
@@ -79,21 +78,15 @@ class AdapterServer(VllmServer):
         """The name of the newest adapter; "" if the server does not have it any more."""
         return self._adapter if self._adapter in self._listed() else ""
 
-    def generate(
-        self,
-        request: Request,
-        request_id: str,
-        version_of: Callable[[str], int | None],
-        vocab_size: int | None,
-    ) -> Generation:
+    @contextlib.contextmanager
+    def _named_weights(self, version_of: VersionOf) -> Iterator[tuple[str, VersionOf]]:
         assert self._publisher is not None
         lock, used = self._publisher.lock, self._publisher.used
         with lock:
             adapter = self._adapter
             used[adapter] += 1
-        version = lambda base: version_of(adapter) if base == _UNCHANGED else None
         try:
-            return self._generate(adapter, request, request_id, version, vocab_size)
+            yield adapter, lambda base: version_of(adapter) if base == _UNCHANGED else None
         finally:
             with lock:
                 used[adapter] -= 1

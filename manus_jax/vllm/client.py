@@ -34,6 +34,9 @@ _LOWEST_LOG_PROB = -9999.0  # vLLM's value for -inf, the log-prob of what cannot
 _MAX_REQUESTS = 100_000  # at once; more is not credible
 _NOT_COMPARED = ("max_positions", "initializer_range")  # they do not affect the forward pass
 
+VersionOf = Callable[[str], int | None]
+"""The version of weights, given a server's label of them; None: they must not be used."""
+
 
 class ServerFailure(EngineError):
     """The server cannot serve the request now; another one may."""
@@ -181,7 +184,7 @@ class VllmServer:
         self,
         request: Request,
         request_id: str,
-        version_of: Callable[[str], int | None],
+        version_of: VersionOf,
         vocab_size: int | None,
     ) -> Generation:
         """Generates tokens.
@@ -189,19 +192,9 @@ class VllmServer:
         Args:
           request: the prompt and how to sample.
           request_id: the argument of `abort`.
-          version_of: the version of weights, given their label; None: they must not be used.
+          version_of: the versions of the server's labels.
           vocab_size: of the model; None: not known.
         """
-        return self._generate(self._model, request, request_id, version_of, vocab_size)
-
-    def _generate(
-        self,
-        model: str,
-        request: Request,
-        request_id: str,
-        version_of: Callable[[str], int | None],
-        vocab_size: int | None,
-    ) -> Generation:
         how = request.sampling
         sampling = {
             "max_tokens": how.max_tokens,
@@ -218,14 +211,15 @@ class VllmServer:
             sampling["stop"] = list(how.stop_strings)
         if self._settings.router_replay:
             sampling["routed_experts_prompt_start"] = request.known_experts
-        body = {
-            "request_id": request_id,
-            "model": model,
-            "token_ids": list(request.prompt_ids),
-            "sampling_params": sampling,
-        }
         timeout = self._settings.generate_timeout
-        answer = self._call("POST", "/inference/v1/generate", timeout, body)
+        with self._named_weights(version_of) as (model, version_of):
+            body = {
+                "request_id": request_id,
+                "model": model,
+                "token_ids": list(request.prompt_ids),
+                "sampling_params": sampling,
+            }
+            answer = self._call("POST", "/inference/v1/generate", timeout, body)
         with self._parsing("/inference/v1/generate"):
             choice = answer["choices"][0]
             made = self._generation(choice, version_of)
@@ -234,6 +228,14 @@ class VllmServer:
                 experts = self._experts(choice["routed_experts"], request, made)
                 made = dataclasses.replace(made, experts=experts)
         return made
+
+    @contextlib.contextmanager
+    def _named_weights(self, version_of: VersionOf) -> Iterator[tuple[str, VersionOf]]:
+        """The model that a request names, and the versions of the labels in its response.
+
+        The server keeps the weights of that model until the block ends.
+        """
+        yield self._model, version_of
 
     def _experts(self, encoded: str, request: Request, made: Generation) -> np.ndarray:
         """The experts of a generation, sent as a file of NumPy in base64."""
@@ -249,9 +251,7 @@ class VllmServer:
             raise ValueError(f"experts {experts.min()}..{experts.max()} of {count}")
         return experts
 
-    def _generation(
-        self, choice: dict[str, Any], version_of: Callable[[str], int | None]
-    ) -> Generation:
+    def _generation(self, choice: dict[str, Any], version_of: VersionOf) -> Generation:
         reason = _FINISHED.get(choice["finish_reason"])
         if reason is None:
             raise ServerFailure(f"{self.url} ended a generation with {choice['finish_reason']!r}")
