@@ -24,8 +24,8 @@ from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Compute, Transformer, abstract_model
 from manus_jax.rollout.batch import RewardAllocation, to_batch
 from manus_jax.rollout.trajectory import EpisodeSpec, Segment, Trajectory, Turn
-from manus_jax.training.build import read_task_sources
 from manus_jax.training.learner_specs import make_recipe
+from manus_jax.training.task_sources import read_task_sources
 from manus_jax.training.trainer import update_metrics
 
 EOS = 9

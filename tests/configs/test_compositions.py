@@ -19,8 +19,8 @@ from manus_jax.models.attention import pick_implementation
 from manus_jax.planning.architectures import find_architecture
 from manus_jax.rollout.build_rollout import check_play, with_engine_settings
 from manus_jax.rollout.strategies.registry import StrategyError, declared
-from manus_jax.training.build import check_sizes
 from manus_jax.training.learner_specs import make_recipe
+from manus_jax.training.run_checks import check_sizes
 
 ROOT = Path(__file__).parents[2]
 # Those of the project; other tests may have registered more.

@@ -19,7 +19,8 @@ from manus_jax.config.binding import ConfigError
 from manus_jax.learner.mesh import check_batch, make_mesh
 from manus_jax.rewards import RewardSettings
 from manus_jax.rollout.build_rollout import check_play
-from manus_jax.training import build as assembly
+from manus_jax.training.learner_specs import make_recipe
+from manus_jax.training.run_checks import check_sizes
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("configs/**/*.gin"))
@@ -91,8 +92,8 @@ def test_every_binding_is_read_and_of_its_type_from_any_directory(
 @pytest.mark.parametrize("env", ["base", *ENVIRONMENTS])
 def test_a_training_config_fits_together(env, recipe, monkeypatch):
     config = composed(env, recipe, monkeypatch)
-    recipe = assembly.make_recipe(config.algorithm)
-    assembly.check_sizes(config, recipe)
+    recipe = make_recipe(config.algorithm)
+    check_sizes(config, recipe)
     RewardSettings(config.algorithm.reward, config.algorithm.reward_parameters)
     check_play(config.env, config.rollout)
     mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=jax.devices()[:4])
@@ -122,7 +123,7 @@ def test_ppo_and_grpo_differ_in_the_algorithm_alone(env, monkeypatch):
 @pytest.mark.parametrize("env", ["base", *ENVIRONMENTS])
 def test_the_first_of_four_chips_holds_its_share_of_a_model_of_seven_billion(env, monkeypatch):
     config = composed(env, "grpo", monkeypatch)
-    recipe = assembly.make_recipe(config.algorithm)
+    recipe = make_recipe(config.algorithm)
     params = 7.62e9  # Qwen2.5-7B: 28 layers, 4 key-value heads of 128
     learned = params * (4 + 4 + 4 + 4) / 4  # weights, gradients, two moments
     held = learned + params * 4 / 4 * recipe.needs_reference

@@ -22,8 +22,8 @@ from manus_jax.learner.mesh import check_batch, check_model, make_mesh
 from manus_jax.models.attention import pick_implementation
 from manus_jax.planning.architectures import find_architecture
 from manus_jax.rollout.build_rollout import with_engine_settings
-from manus_jax.training.build import check_sizes
 from manus_jax.training.learner_specs import make_recipe
+from manus_jax.training.run_checks import check_sizes
 from manus_jax.vllm.access import read_api_key
 
 ROOT = Path(__file__).parents[2]

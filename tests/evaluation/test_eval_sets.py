@@ -16,7 +16,7 @@ from manus_jax.evaluation.eval_sets import (
     served_tasks,
     split_tasks,
 )
-from manus_jax.training.build import read_task_sources
+from manus_jax.training.task_sources import read_task_sources
 
 
 def test_an_evaluation_set_is_always_the_same_and_a_larger_one_contains_it() -> None:

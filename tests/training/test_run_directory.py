@@ -10,9 +10,10 @@ import pytest
 from manus_jax.config.commands import READS, read_sft_config, read_train_config
 from manus_jax.config.run_config import config_text, read_bindings
 from manus_jax.files import DirectoryInUse
-from manus_jax.training import build, run_directory
+from manus_jax.training import run_directory, supervised
 from manus_jax.training.job import Job
 from manus_jax.training.run_directory import RunDirectory, RunDirectoryError
+from manus_jax.training.warm_start import warm_start
 
 CONFIG = """\
 # Parameters for env:
@@ -85,25 +86,25 @@ def test_a_changed_warm_start_is_refused_and_a_moved_one_is_not(tmp_path, monkey
     def opened(config, text, job, devices):
         RunDirectory(config.sft.run_dir, text)
 
-    def warm_start(run, *params):
+    def start(run, *params):
         usual = (f"train.run_dir = '{run}'", "env.names = ['maze']", "warm_start.steps = 2")
         config = read_train_config([], [*usual, *params])
         directory = RunDirectory(run, config_text(config, READS["train"]))
-        build.warm_start(config, directory, Job())
+        warm_start(config, directory, Job())
 
-    monkeypatch.setattr(build.supervised, "run", opened)
+    monkeypatch.setattr(supervised, "run", opened)
     run = tmp_path / "run"
-    warm_start(run)
+    start(run)
     written = run / "warm_start" / "config.gin"
     assert read_bindings(written.read_text())["optimizer.lr"] == 1e-3
     assert read_sft_config([str(written)], []).data.train_files == ("traces.jsonl",)
-    warm_start(run, "mesh.fsdp = 2")
+    start(run, "mesh.fsdp = 2")
     (run / "config.gin").unlink()
     with pytest.raises(RunDirectoryError, match=r"optimizer\.lr was 0\.001 and is 0\.01"):
-        warm_start(run, "warm_start.lr = 1e-2")
+        start(run, "warm_start.lr = 1e-2")
     run.rename(tmp_path / "moved")
     (tmp_path / "moved" / "config.gin").unlink()
-    warm_start(tmp_path / "moved")
+    start(tmp_path / "moved")
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe\x00", b"train.total_steps = (", b"\0" * 100])
