@@ -123,7 +123,13 @@ COMMANDS: dict[str, set[str]] = {
 }
 """The command-line modules. Nothing imports them."""
 
-ENVS_SURFACE = {"envs.bounded_connection", "envs.game", "envs.items", "envs.registry"}
+ENVS_SURFACE = {
+    "envs.bounded_connection",
+    "envs.game",
+    "envs.interrupts",
+    "envs.items",
+    "envs.registry",
+}
 """The modules of envs that manus_jax may import."""
 
 
