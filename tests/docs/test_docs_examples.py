@@ -1,14 +1,14 @@
 """Every example of the guides runs: files are written, code and commands executed, in order.
 
-In a guide a fenced block is preceded by a comment: `file: NAME` writes it, `run` executes it, and
-`checked: TEST` names the test that reads it from the page and has the program judge it. Shell
-commands that are not run (they would serve for ever, or need an accelerator) have their options
-checked against the program's own help. No block of code goes without.
+A comment before a fenced block says how it is checked (`guide_examples`). Shell commands that are
+not run (they would serve for ever, or need an accelerator) have their options checked against the
+program's own help. No block of code goes without.
 """
 
 import contextlib
 import functools
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -17,30 +17,15 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from guide_examples import GUIDES, ROOT, Block, blocks
 
-ROOT = Path(__file__).parents[2]
-GUIDES = sorted((ROOT / "docs").rglob("*.md"))
-FENCE = re.compile(
-    r"(?:<!-- (?P<mark>run|checked: (?P<test>[\w./]+)|file: (?P<file>[\w./]+)) -->\n)?"
-    r"^```(?P<language>\w*)\n(?P<text>.*?)^```$",
-    re.DOTALL | re.MULTILINE,
-)
-
-
-class Block(NamedTuple):
-    language: str
-    text: str
-    mark: str | None
-    file: str | None
-    test: str | None = None
-
-
-def blocks(guide):
-    found = FENCE.finditer(guide.read_text())
-    return [Block(*m.group("language", "text", "mark", "file", "test")) for m in found]
+CHECKED = [
+    pytest.param(guide, test, id=f"{guide.name}-{Path(test).stem}")
+    for guide in GUIDES
+    for test in sorted({block.test for block in blocks(guide) if block.test})
+]
 
 
 def execute(command, cwd):
@@ -84,8 +69,17 @@ def test_no_code_stands_in_a_guide_without_being_run(guide):
         assert block.language in ("python", "gin", "sh", "text"), block
         if block.language in ("python", "gin"):
             assert block.mark, f"{guide.name}: this block is neither a file nor run:\n{block.text}"
-        if block.test:
-            assert f"docs/{guide.name}" in (ROOT / block.test).read_text()
+
+
+@pytest.mark.parametrize(("guide", "test"), CHECKED)
+def test_a_block_is_read_by_the_tests_that_it_names(guide, test, monkeypatch):
+    monkeypatch.syspath_prepend(str((ROOT / test).parent))  # as pytest does for its tests
+    spec = importlib.util.spec_from_file_location(f"reader_{Path(test).stem}", ROOT / test)
+    reader = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reader)
+    assert reader.EXAMPLES.guide == guide
+    marked = [block.text for block in blocks(guide) if block.test == test]
+    assert marked == list(reader.EXAMPLES)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import pytest
 import requests
 from chat_templates import QWEN25, tokenizer_with
 from endpoints import serving_chat
+from guide_examples import examples_for
 from scripted_engine import says
 
 from manus_jax import endpoint
@@ -23,6 +24,7 @@ from manus_jax.models import huggingface, loading
 
 openai = pytest.importorskip("openai", reason="needs the extra 'openai'")
 
+EXAMPLES = examples_for(__file__, "docs/agents.md")
 ASK: Any = {"role": "user", "content": "Where is the goal?"}
 MOVE: Any = {
     "type": "function",
@@ -152,9 +154,7 @@ def test_the_command_serves_a_model_and_records_its_episodes(model: Path) -> Non
 
 
 def test_the_example_of_docs_agents_runs() -> None:
-    """docs/agents.md"""
-    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
-    example = page.partition("```python\n")[2].partition("```")[0]
+    [example] = EXAMPLES
     with serving_chat(says("Go up.")) as (url, _):
         exec(example.replace("http://127.0.0.1:8001/v1", url), {})
 

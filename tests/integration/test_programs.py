@@ -5,7 +5,6 @@ The programs are those of docs/agents.md.
 
 import dataclasses
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from chat_templates import QWEN25, tokenizer_with
+from guide_examples import examples_for
 from scripted_engine import ScriptedEngine, spec_of
 from test_learning import ENVIRONMENT, RECIPES, ROOT, SETTINGS, SUPPORT
 
@@ -24,20 +24,21 @@ from manus_jax.rollout.llm_player import EngineAgent
 from manus_jax.rollout.runner import run_episodes
 from manus_jax.rollout.trajectory import Trajectory
 
-PAGE = (ROOT / "docs" / "agents.md").read_text()
+EXAMPLES = examples_for(__file__, "docs/agents.md")
+AGENT, BINDINGS, CONVERSING_AGENT, FRAMEWORK_AGENT = EXAMPLES
 
 
-def block(language: str, start: str) -> str:
-    found = re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    return next(text for text in found if text.startswith(start))
+def write(program: str, directory: Path) -> None:
+    """Writes an example to the file that its first line names."""
+    (directory / program.partition("\n")[0].removeprefix("# ")).write_text(program)
 
 
 def train(directory: Path, *more: str) -> subprocess.CompletedProcess[str]:
     """Trains on levers with a program of the page, as a user in that directory does."""
-    for name in ("my_agent.py", "my_conversing_agent.py"):
-        (directory / name).write_text(block("python", f"# {name}"))
+    write(AGENT, directory)
+    write(CONVERSING_AGENT, directory)
     bindings = (*SETTINGS, *RECIPES["grpo"], "train.run_dir = 'run'", *more)
-    config = "import lever_env\n" + block("gin", "rollout.strategy") + "\n".join(bindings) + "\n"
+    config = "import lever_env\n" + BINDINGS + "\n".join(bindings) + "\n"
     (directory / "levers.gin").write_text(config)
     return subprocess.run(
         [sys.executable, "-m", "manus_jax.train", "--gin_file=levers.gin"],
@@ -96,8 +97,7 @@ def test_an_agent_of_a_framework_plays_with_its_tools(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("agents", reason="needs the package openai-agents")
-    program = block("python", "# my_framework_agent.py")
-    (tmp_path / "my_framework_agent.py").write_text(program)
+    write(FRAMEWORK_AGENT, tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     settings = dataclasses.replace(
         RolloutSettings(max_turns=40, max_total_tokens=16_384, max_tokens_per_turn=600),

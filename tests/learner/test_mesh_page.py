@@ -2,10 +2,9 @@
 
 import ast
 import dataclasses
-import re
-from pathlib import Path
 
 import pytest
+from guide_examples import examples_for
 from mesh_devices import gpus, tpus
 
 from manus_jax.config.settings import EngineSettings, MeshSettings
@@ -14,11 +13,9 @@ from manus_jax.models.architecture import Architecture
 from manus_jax.models.attention import pick_implementation
 from manus_jax.rollout.build_rollout import embedded_decoder
 
-PAGE = (Path(__file__).parents[2] / "docs/meshes.md").read_text()
 QWEN_7B = Architecture("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, qkv_bias=True)
-*EXAMPLES, ENGINE = re.findall(
-    r"\n([^\n]+)\n\n<!-- checked: [^\n]* -->\n```gin\n(.*?)```", PAGE, re.DOTALL
-)
+EXAMPLES = examples_for(__file__, "docs/meshes.md")
+*MESHES, ENGINE = EXAMPLES
 # What each example is for, in the page's order, and the sizes that "data" and "fsdp" come to.
 DEVICES = [
     (lambda: tpus("v5e:8x8"), (1, 64)),
@@ -31,7 +28,7 @@ DEVICES = [
 
 
 def values_of(example):
-    bindings = dict(line.split(" = ") for line in example[1].splitlines())
+    bindings = dict(line.split(" = ") for line in example.splitlines())
     return {name: ast.literal_eval(value) for name, value in bindings.items()}
 
 
@@ -48,10 +45,10 @@ def test_the_example_of_an_engine_holds_the_episodes_that_it_names():
 
 @pytest.mark.parametrize("index", range(len(DEVICES)))
 def test_an_example_fits_the_devices_that_it_names(index):
-    assert len(EXAMPLES) == len(DEVICES)
+    assert len(MESHES) == len(DEVICES)
     devices, sizes = DEVICES[index]
     groups = {"mesh": {}, "data": {}}
-    for name, value in values_of(EXAMPLES[index]).items():
+    for name, value in values_of(MESHES[index]).items():
         group, _, key = name.partition(".")
         groups[group][key] = value
     mesh = make_mesh(**dataclasses.asdict(MeshSettings(**groups["mesh"])), devices=devices())

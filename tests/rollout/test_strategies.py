@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from guide_examples import examples_for
 from scripted_engine import ScriptedEngine, says, spec_of
 
 from manus_jax.agentgym.pool import EnvironmentPool
@@ -28,7 +29,7 @@ from manus_jax.rollout.trajectory import FailedEpisode, Trajectory
 
 EngineOf = Callable[..., ScriptedEngine]
 SETTINGS = RolloutSettings(prompt_layout="acknowledged", max_total_tokens=8192, max_turns=3)
-ROOT = Path(__file__).parents[2]
+EXAMPLES = examples_for(__file__, "docs/strategies.md")
 
 
 def best_of(n: int, **parameters: object) -> RolloutSettings:
@@ -165,10 +166,7 @@ def test_a_wrong_strategy_is_one_line(strategy: str, parameters: dict, message: 
 
 
 def test_the_documented_bindings_are_valid(tmp_path: Path) -> None:
-    page = (ROOT / "docs/strategies.md").read_text()
-    examples = re.findall(r"^```gin\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    assert examples
-    for example in examples:
+    for example in EXAMPLES:
         (tmp_path / "example.gin").write_text(example)
         required = ["train.run_dir = 'runs/x'", "env.names = ['maze']"]
         check_strategy(read_train_config([str(tmp_path / "example.gin")], required).rollout)

@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_servers import chatting
+from guide_examples import examples_for
 from scripted_engine import ScriptedEngine, says, spec_of
 
 from manus_jax.agentgym.environments import open_environments
@@ -20,6 +20,7 @@ from manus_jax.rollout.runner import run_episodes
 from manus_jax.rollout.trajectory import Trajectory
 from manus_jax.servers.chat_api import ChatApi
 
+EXAMPLES = examples_for(__file__, "docs/chat.md")
 EngineOf = Callable[..., ScriptedEngine]
 SETTINGS = RolloutSettings(
     prompt_source="per_turn", action_format="action", memory_turns=2, max_turns=4
@@ -100,8 +101,7 @@ def test_environments_without_templates_or_lists_of_actions_have_the_general_one
 def test_templates_of_the_user_are_used(
     engine_of: EngineOf, pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (Path(__file__).parents[2] / "docs/chat.md").read_text()
-    example = next(x for x in page.split("```python\n") if "TurnTemplates" in x).partition("```")[0]
+    [example] = EXAMPLES
     monkeypatch.setitem(PROMPTS, "alfworld", PROMPTS["alfworld"])
     exec(example)
     engine = engine_of(says(acts("look") * 2))
