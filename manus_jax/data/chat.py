@@ -166,6 +166,14 @@ class ChatStream:
         self._backend = _plain_backend(tokenizer)
 
     @property
+    def thread_safe(self) -> bool:
+        """Whether several threads may use this object and its tokenizer at the same time.
+
+        They may not use the tokenizer elsewhere with truncation or padding, which it remembers.
+        """
+        return self._backend is not None
+
+    @property
     def opens_thought(self) -> bool:
         """Whether the template starts a thought in the prompt, so that a turn continues it."""
         return self._header.rstrip().endswith("<think>")
@@ -404,7 +412,11 @@ def _without_thought(message: Message) -> Message:
 
 
 def _plain_backend(tokenizer: "PreTrainedTokenizerBase") -> Any:
-    """The Rust tokenizer, if `tokenizer(text)` does nothing but call it; else None."""
+    """The Rust tokenizer, if `tokenizer(text)` does nothing but call it; else None.
+
+    Its truncation and padding are turned off here, as the first call of `tokenizer` would do. Later
+    calls then change no state.
+    """
     from transformers import PreTrainedTokenizerFast
 
     kind, plain = type(tokenizer), PreTrainedTokenizerFast
@@ -415,7 +427,10 @@ def _plain_backend(tokenizer: "PreTrainedTokenizerBase") -> Any:
         or tokenizer.split_special_tokens
     ):
         return None
-    return tokenizer.backend_tokenizer
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 def _as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:

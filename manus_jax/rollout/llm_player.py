@@ -8,6 +8,7 @@ the chat template removes thoughts from earlier turns, if that is to be followed
 the new prompt is then what the template writes.
 """
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -60,8 +61,10 @@ class ChatTokenizer:
         self._chat = ChatStream(tokenizer, settings)
         self.follows_template = self._chat.follows_template
         self.opens_thought = self._chat.opens_thought
-        # Every tokenizer call sets truncation and padding state, so calls must not overlap.
-        self._lock = threading.Lock()
+        # Tokenizers that are not thread-safe set truncation and padding in every call.
+        self._lock: contextlib.AbstractContextManager[object] = (
+            contextlib.nullcontext() if self._chat.thread_safe else threading.Lock()
+        )
         # The episodes of a group have the same opening.
         self._start = functools.lru_cache(_OPENINGS)(lambda m: tuple(self._chat.start(m)))
         eos = tokenizer.eos_token_id

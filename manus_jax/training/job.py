@@ -1,8 +1,8 @@
 """The processes of a training job: how they connect, share results and shut down.
 
 Every process runs the same program. Process 0 additionally runs the rollouts. `from_primary` sends
-its results to the other processes with one host barrier followed by one broadcast, so no device
-waits while episodes are played. Errors on process 0 are sent in the same way. When a process dies,
+its results to the other processes with one host barrier followed by a broadcast, so no device waits
+while episodes are played. Errors on process 0 are sent in the same way. When a process dies,
 JAX's coordination service ends the others after `distributed.heartbeat_s` with a message that names
 it.
 """
@@ -33,6 +33,7 @@ from manus_jax.status import STATUS
 
 T = TypeVar("T")
 _EXIT_BARRIER_S = 20.0
+_PIECE = 1 << 26  # bytes of a message that are sent at a time
 _FAILURE = "failure of process 0"  # a key of meta_info that no batch uses
 
 
@@ -112,11 +113,21 @@ class Job:
                 f"(distributed.timeout_s) for the others: {' '.join(str(error).split())[:500]}",
                 1,
             ) from None
-        size = int(multihost_utils.broadcast_one_to_all(np.array(len(data), np.int32)))
-        # Sizes are rounded up to powers of two, so that few broadcasts are compiled.
-        buffer = np.zeros(1 << max(10, (size - 1).bit_length()), np.uint8)
-        buffer[: len(data)] = np.frombuffer(data, np.uint8)
-        return np.asarray(multihost_utils.broadcast_one_to_all(buffer))[:size].tobytes()
+        # JAX has no integers of 64 bits by default.
+        high, low = multihost_utils.broadcast_one_to_all(np.array(divmod(len(data), 2**31)))
+        size = int(high) * 2**31 + int(low)
+        # A broadcast passes through the memory of the devices, which need not hold a whole batch.
+        return b"".join(
+            _broadcast_piece(data[start : start + _PIECE], min(_PIECE, size - start))
+            for start in range(0, size, _PIECE)
+        )
+
+
+def _broadcast_piece(data: bytes, size: int) -> bytes:
+    # Sizes are rounded up to powers of two, so that few broadcasts are compiled.
+    buffer = np.zeros(1 << max(10, (size - 1).bit_length()), np.uint8)
+    buffer[: len(data)] = np.frombuffer(data, np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(buffer))[:size].tobytes()
 
 
 @contextlib.contextmanager

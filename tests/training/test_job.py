@@ -16,6 +16,7 @@ from manus_jax.config.settings import DistributedSettings
 from manus_jax.data_proto import DataProto
 from manus_jax.learner.learner import Reference
 from manus_jax.learner.mesh import make_mesh
+from manus_jax.training import job as job_module
 from manus_jax.training.job import Job, cluster_found, connect
 from manus_jax.training.stopping import StopRequest
 
@@ -99,6 +100,34 @@ def test_a_single_process_gets_its_own_result_and_its_own_error():
         job.on_primary(lambda: 1 // 0)
 
 
+@pytest.mark.parametrize("size", [0, 1, 1023, 4096, 4097, 10_000])
+def test_a_message_is_sent_in_pieces_of_bounded_size(monkeypatch, size):
+    sent = []
+    monkeypatch.setattr(job_module, "_PIECE", 4096)
+    monkeypatch.setattr(job_module, "barrier", lambda timeout_s: None)
+    monkeypatch.setattr(
+        job_module.multihost_utils, "broadcast_one_to_all", lambda x: sent.append(x) or x
+    )
+    data = bytes(range(256)) * 40
+    assert Job(0, 2)._broadcast(data[:size]) == data[:size]
+    assert sum(len(piece) for piece in sent[1:]) < size + 4096 + 1024
+    assert all(len(piece) <= 4096 for piece in sent[1:])
+
+
+def test_a_message_may_have_more_bytes_than_an_int32(monkeypatch):
+    pieces = []
+    receive = lambda data, size: pieces.append(size) or b""
+    monkeypatch.setattr(job_module, "barrier", lambda timeout_s: None)
+    monkeypatch.setattr(job_module, "_broadcast_piece", receive)
+    monkeypatch.setattr(  # what process 0 sent, as JAX's int32 numbers
+        job_module.multihost_utils,
+        "broadcast_one_to_all",
+        lambda x: np.array(divmod(5 * 2**30, 2**31), np.int32),
+    )
+    Job(1, 2)._broadcast(b"")
+    assert pieces == [1 << 26] * 80
+
+
 def test_a_reference_on_the_host_keeps_each_slice_once_and_gives_back_the_same_array():
     mesh = make_mesh(data=2, fsdp=4)
     sharding = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
@@ -117,6 +146,7 @@ import numpy as np
 from manus_jax.config.settings import DistributedSettings
 from manus_jax.data_proto import DataProto
 from manus_jax.errors import UserError, report_error
+from manus_jax.training import job as job_module
 from manus_jax.training.job import joined
 
 def play():
@@ -133,6 +163,9 @@ try:
         batch = job.from_primary(play)
         assert batch.batch["x"].tolist() == [0, 1, 2, 3, 4], batch
         assert batch.non_tensor_batch["uid"].tolist() == list("abcde")
+        job_module._PIECE = 1024
+        large = job.from_primary(lambda: DataProto.from_dict({"x": np.arange(1000)}))
+        assert large.batch["x"].tolist() == list(range(1000))
         assert job.on_primary(lambda: "kept") == ("kept" if job.primary else None)
         if sys.argv[3] == "error":
             job.on_primary(fail)
