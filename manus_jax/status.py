@@ -66,6 +66,7 @@ class Status:
         self._samples: collections.deque[tuple[float, int, int]] = collections.deque()
         self.version = 0
         self.metrics: Mapping[str, Any] = {}  # of the last step
+        self.validation: Mapping[str, Any] = {}  # the newest one: its step and metrics
         self.last_error: dict[str, Any] | None = None
         self.stuck: list[dict[str, Any]] = []
 
@@ -136,6 +137,16 @@ class Status:
         """Adds to `episodes_in_flight`, `episodes_finished`, `episodes_failed` or `tokens`."""
         with self._lock:
             self._counts.update(numbers)
+
+    def note_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Notes the metrics of a step, and its validation, if it had one."""
+        self.metrics = dict(metrics)
+        self.note_validation(metrics)
+
+    def note_validation(self, metrics: Mapping[str, Any]) -> None:
+        """Notes the validation in the metrics of a step, if there is one."""
+        if found := {name: x for name, x in metrics.items() if name.startswith("val/")}:
+            self.validation = {"step": metrics["step"], **found}
 
     def note_error(self, text: str) -> None:
         self.last_error = {"time": time.time(), "text": text[:2000]}
@@ -215,6 +226,7 @@ class Status:
             "last_error": self.last_error,
             "stuck": self.stuck,
             "metrics": {name: _finite(value) for name, value in self.metrics.items()},
+            "validation": {name: _finite(value) for name, value in self.validation.items()},
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "started": self.began,
@@ -333,6 +345,8 @@ def prometheus_text(status: Mapping[str, Any], run: Path) -> str:
     add("stuck", "Pieces of work that the watchdog reports.", len(status["stuck"]))
     for name, value in status["metrics"].items():
         add("metric", "Metrics of the last step.", value, name=name)
+    for name, value in status["validation"].items():
+        add("validation", "The newest validation.", value, name=name)
     lines = []
     for name, (text, samples) in families.items():
         lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge"]

@@ -52,7 +52,8 @@ def test_a_run_is_written_while_it_runs_and_when_it_ends(tmp_path: Path) -> None
         ):
             line.update(4, {})
             STATUS.version = 4
-            STATUS.metrics = {"step": 4, "val/loss": 0.5, "actor/loss": float("nan")}
+            STATUS.note_metrics({"step": 3, "val/loss": 0.5, "val/bad": float("inf")})
+            STATUS.note_metrics({"step": 4, "actor/loss": float("nan")})
             STATUS.count(episodes_in_flight=3, episodes_finished=7, tokens=50)
             STATUS.count(episodes_in_flight=-1, episodes_failed=1)
             running = eventually(
@@ -68,7 +69,8 @@ def test_a_run_is_written_while_it_runs_and_when_it_ends(tmp_path: Path) -> None
     assert running["episodes"] == {"in_flight": 2, "finished": 7, "failed": 1}
     assert running["servers"] == {"environments": {"up": 2, "down": {"http://b": "timeout"}}}
     assert (running["pid"], running["host"]) == (os.getpid(), socket.gethostname())
-    assert running["metrics"] == {"step": 4, "val/loss": 0.5, "actor/loss": None}
+    assert running["metrics"] == {"step": 4, "actor/loss": None}
+    assert running["validation"] == {"step": 3, "val/loss": 0.5, "val/bad": None}
     ended = read(tmp_path)
     assert (ended["state"], ended["exit_code"], ended["servers"]) == ("finished", 0, {})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.prom", "status.json"]
@@ -253,6 +255,7 @@ def test_metrics_are_in_the_format_of_prometheus(tmp_path: Path) -> None:
     name = 'a "run" \\ of\nsome \udcff kind'
     STATUS.begin("train")
     STATUS.metrics = {"val/pass@2": 1, 'x"\\\n': 2.5, "text": "no number", "bad": float("inf")}
+    STATUS.note_validation({"step": 7, "val/success_rate": 0.25})
     text = prometheus_text(STATUS.snapshot(), tmp_path / name)
     assert text.endswith("\n")
     seen: set[str] = set()
@@ -272,6 +275,7 @@ def test_metrics_are_in_the_format_of_prometheus(tmp_path: Path) -> None:
             seen.add(line.rpartition(" ")[0])
         seen.add(family)
     assert 'name="val/pass@2"} 1.0' in text and 'name="x\\"\\\\\\n"} 2.5' in text
+    assert re.search(r'manus_jax_validation{run=".*",name="val/success_rate"} 0.25', text)
     assert 'state="running"} 1.0' in text and "bad" not in text and "no number" not in text
 
 
@@ -279,6 +283,7 @@ def written(run: Path, **changes: Any) -> Path:
     STATUS.begin("train")
     STATUS.enter_stage("train", total=10, start=0)
     STATUS.note_error("late \x1b[31m\nanswer")
+    STATUS.note_metrics({"step": 0, "val/success_rate": 0.25, "val/score": 0.5})
     run.mkdir(exist_ok=True)
     (run / "status.json").write_text(json.dumps(STATUS.snapshot() | changes))
     return run
@@ -314,6 +319,7 @@ def test_the_view_says_how_it_goes(
     assert view.ended == (state in ("dead", "finished", "failed", "stopped"))
     if state != "damaged":
         assert "step      0 of 10" in view.text()
+        assert "validated step 0: val/success_rate 0.25" in view.text()
         assert "error     late  [31m answer" in view.text()
 
 

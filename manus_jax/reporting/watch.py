@@ -28,11 +28,10 @@ _REFRESH_S = 1.0
 _METRICS = (
     "episode/success_rate",
     "critic/score/mean",
-    "val/success_rate",
     "actor/pg_loss",
     "train/loss",
-    "val/loss",
 )
+_VALIDATION = ("val/success_rate", "val/loss")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,10 +133,10 @@ def _lines(status: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for kind, servers in status["servers"].items():
         down = "".join(f"; {url}: {problem}" for url, problem in servers["down"].items())
         yield "servers", f"{kind}: {servers['up']:d} up, {len(servers['down'])} down{down}"
-    metrics = {name: status["metrics"].get(name) for name in _METRICS}
-    numbers = [f"{n} {x:.4g}" for n, x in metrics.items() if isinstance(x, int | float)]
-    if numbers:
-        yield "metrics", ", ".join(numbers)
+    if numbers := _numbers(status["metrics"], _METRICS):
+        yield "metrics", numbers
+    if numbers := _numbers(status["validation"], _VALIDATION):
+        yield "validated", f"step {status['validation']['step']:.0f}: {numbers}"
     for stuck in status["stuck"]:
         threads = ", ".join(stuck["threads"][:4])
         yield "stuck", f"{stuck['name']}: no progress for {_duration(stuck['seconds'])} ({threads})"
@@ -146,6 +145,11 @@ def _lines(status: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if error := status["last_error"]:
         ago = _duration(status["time"] - error["time"])
         yield "error", f"{error['text']} ({ago} before the last update)"
+
+
+def _numbers(metrics: dict[str, Any], names: tuple[str, ...]) -> str:
+    found = {name: metrics.get(name) for name in names}
+    return ", ".join(f"{n} {x:.4g}" for n, x in found.items() if isinstance(x, int | float))
 
 
 def _alive(pid: int) -> bool:

@@ -111,7 +111,7 @@ class RunDirectory:
         """
         if not self._writes:
             return
-        STATUS.metrics = dict(metrics)
+        STATUS.note_metrics(metrics)
         if self._lines is None:
             self._lines = [json.dumps(line) + "\n" for line in self.metrics()]
         self._lines.append(json.dumps(metrics) + "\n")
@@ -124,6 +124,7 @@ class RunDirectory:
         if not self._writes:
             return
         lines = [{**line, **metrics} if line["step"] == step else line for line in self.metrics()]
+        STATUS.note_validation({"step": step, **metrics})
         self._lines = [json.dumps(line) + "\n" for line in lines]
         self._unwritten = True
 
@@ -166,7 +167,10 @@ class RunDirectory:
                 copy = self._metrics.with_name("metrics.damaged.jsonl")
                 shutil.copy2(self._metrics, copy)
                 print(f"{self._metrics} has {bad} damaged lines; a copy of it is {copy}")
-        self._lines = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
+        kept = [line for line in self.metrics() if line["step"] <= step]
+        for line in kept:
+            STATUS.note_metrics(line)
+        self._lines = [json.dumps(line) + "\n" for line in kept]
         write_atomically(self._metrics, "".join(self._lines))
 
 

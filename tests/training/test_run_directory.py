@@ -10,6 +10,7 @@ import pytest
 from manus_jax.config.commands import READS, read_sft_config, read_train_config
 from manus_jax.config.run_config import config_text, read_bindings
 from manus_jax.files import DirectoryInUse
+from manus_jax.status import STATUS
 from manus_jax.training import run_directory, supervised
 from manus_jax.training.job import Job
 from manus_jax.training.run_directory import RunDirectory, RunDirectoryError
@@ -181,6 +182,21 @@ def test_metrics_can_be_added_to_an_earlier_step(tmp_path):
         {"step": 2, "loss": 0.5},
         {"step": 3, "loss": 0.5},
     ]
+
+
+def test_the_status_keeps_the_newest_validation_also_of_a_resumed_run(tmp_path):
+    directory = RunDirectory(tmp_path, CONFIG)
+    STATUS.begin("train")
+    directory.append_metrics({"step": 1, "val/score": 0.25})
+    directory.append_metrics({"step": 2, "loss": 0.5})
+    assert STATUS.validation == {"step": 1, "val/score": 0.25}
+    directory.amend_metrics(2, {"val/score": 0.5})
+    assert STATUS.validation == {"step": 2, "val/score": 0.5}
+    directory.append_metrics({"step": 3, "val/score": 0.75})
+    directory.flush_metrics()
+    STATUS.begin("train")
+    RunDirectory(tmp_path, CONFIG).forget_metrics_after(2)
+    assert STATUS.validation == {"step": 2, "val/score": 0.5}
 
 
 def test_metrics_are_written_at_once_until_that_takes_too_long_and_before_they_are_read(
