@@ -10,15 +10,26 @@ import contextlib
 import difflib
 import inspect
 import math
+import re
 import types
 import typing
-from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import (
+    Callable,
+    Collection,
+    ItemsView,
+    Iterator,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
 from typing import Any, Generic, TypeVar
 
 from manus_jax.errors import UserError
+from manus_jax.limits import shown
 
 T = TypeVar("T")
 Item = TypeVar("Item")
+_MODULES = re.compile(r"\b(?:collections\.abc|typing)\.")  # as in typing.Literal
 
 
 class RegistryError(UserError, ValueError):
@@ -115,7 +126,8 @@ def parameter_problem(
     for name, value in parameters.items():
         annotation = signature.parameters[name].annotation
         if not _fits(value, annotation):
-            return f"{what}: {name} = {value!r} must be {inspect.formatannotation(annotation)}"
+            wanted = _MODULES.sub("", inspect.formatannotation(annotation))
+            return f"{what}: {name} = {shown(value)} must be {wanted}"
     return None
 
 
@@ -129,6 +141,9 @@ def _fits(value: Any, annotation: Any) -> bool:
         return type(value) in (int, float) and math.isfinite(value)
     if annotation in (int, bool, str, types.NoneType):
         return type(value) is annotation
+    if typing.get_origin(annotation) is Sequence:
+        (items,) = typing.get_args(annotation)
+        return isinstance(value, Sequence) and all(_fits(each, items) for each in value)
     if typing.get_origin(annotation) is Mapping:
         keys, values = typing.get_args(annotation)
         return isinstance(value, Mapping) and all(

@@ -3,12 +3,14 @@
 import dataclasses
 import logging
 import math
+import resource
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import maze_programs
 import numpy as np
@@ -22,7 +24,7 @@ from manus_jax.engines.cancellation import Cancellation
 from manus_jax.engines.protocol import EngineError, Request
 from manus_jax.rollout.baseline_players import OraclePolicy
 from manus_jax.rollout.batch import RewardAllocation, to_batch
-from manus_jax.rollout.endpoint.programs import reward_of
+from manus_jax.rollout.endpoint.programs import ProgramTask, reward_of, running_command
 from manus_jax.rollout.llm_player import EngineAgent
 from manus_jax.rollout.runner import run_episodes
 from manus_jax.rollout.strategies import StrategyError, check_strategy
@@ -288,6 +290,40 @@ def test_a_command_that_hangs_is_killed(
     assert not alive.exists()
 
 
+FLOOD = """
+    import os, subprocess, sys, urllib.request
+
+    line = b"x" * 65535 + b"\\n"
+    for descriptor in (1, 2):
+        for _ in range(int(sys.argv[1])):
+            os.write(descriptor, line)
+    if sys.argv[2:]:
+        # It has a session of its own, so it is not killed, and keeps the pipes.
+        more = "import os, time\\nwhile True:\\n os.write(1, b'y' * 65536)"
+        subprocess.Popen([sys.executable, "-c", more], start_new_session=True)
+    print(b"\\xff".decode("latin-1"))
+    print('{"reward": 0.5}', flush=True)
+"""
+
+
+@pytest.mark.parametrize("arguments", [("2000",), ("1", "and a child that goes on")])
+def test_of_the_output_of_a_command_only_the_end_is_kept(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(textwrap.dedent(FLOOD))
+    task = ProgramTask("", "", "", "maze", 3, "maze_3", (), None, {}, cast(Any, None))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no space left"))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.monotonic()
+    with running_command([sys.executable, str(agent), *arguments], task) as ended:
+        printed = ended.result(timeout=60)
+    assert reward_of(printed) == 0.5 or arguments[1:]
+    assert len(printed) <= 2**16 and time.monotonic() - began < 30
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 50_000  # KiB; it prints 250 MiB
+
+
 def test_failures_of_the_engine_and_of_a_run_are_those_of_any_episode(
     pool: EnvironmentPool, engine_of: Callable[..., ScriptedEngine]
 ) -> None:
@@ -331,6 +367,10 @@ def test_policies_without_an_endpoint_play_the_environment_themselves(
         ({"function": "no_such_package:play"}, "No module named 'no_such_package'"),
         ({"command": ["no-such-program"]}, "there is no program 'no-such-program'"),
         ({"command": "python agent.py"}, "must be a list of words"),
+        ({"command": []}, "must be a list of words"),
+        ({"command": [3]}, r"command = \[3\] must be Sequence\[str\] \| None"),
+        ({"command": 3}, "command = 3 must be Sequence"),
+        ({"command": {"a": 1}}, "must be Sequence"),
         ({"function": "maze_programs:plays", "reward": "luck"}, "reward"),
     ],
 )

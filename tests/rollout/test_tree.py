@@ -179,6 +179,10 @@ def test_an_environment_that_is_not_deterministic_scores_nothing_and_the_turn_is
         ({"width": 1}, "width = 1 continuations of a turn"),
         ({"branch_at": "turns"}, "turns = () must be a list of turns, counted from 0"),
         ({"branch_at": "turns", "turns": [-1]}, "turns = [-1] must be a list of turns"),
+        *(
+            ({"branch_at": "turns", "turns": turns}, "must be Sequence[int]")
+            for turns in (3, None, {1: 2}, "12", [1.5], ["1"], [True])
+        ),
         ({"branch_at": "turns", "turns": [1, 1]}, "turns are listed once each"),
         ({"branch_at": "turns", "turns": [1], "points": 2}, "points is for the other choices"),
         ({"turns": [1]}, "branch_at = 'entropy' chooses the turns itself"),

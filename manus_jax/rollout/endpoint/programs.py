@@ -10,10 +10,10 @@ import importlib
 import inspect
 import json
 import os
+import selectors
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,6 +24,8 @@ from manus_jax.agentgym.client import StepResult
 from manus_jax.rollout.endpoint.environment import EnvironmentPlay
 
 _TAIL_BYTES = 1 << 16
+_POLL_SECONDS = 0.1
+_LAST_READS = 64  # more than a pipe holds
 
 
 class ProgramError(Exception):
@@ -91,7 +93,7 @@ def load_function(location: str) -> Program:
 
 def check_command(command: Sequence[str]) -> None:
     """Raises ValueError for a command that cannot be started."""
-    if isinstance(command, str) or not command or not all(isinstance(w, str) for w in command):
+    if isinstance(command, str) or not command:
         raise ValueError(f"command = {command!r} must be a list of words: ['python', 'agent.py']")
     if shutil.which(command[0]) is None:
         raise ValueError(f"command = {list(command)!r}: there is no program {command[0]!r}")
@@ -116,43 +118,91 @@ async def _awaited(made: Any) -> Any:
 def running_command(command: Sequence[str], task: ProgramTask) -> Iterator["Future[Any]"]:
     """Runs the command; the future has what it printed, or a ProgramError.
 
-    The command and its children are killed at the end of the block.
+    The command and its children are killed at the end of the block. Only the end of their output is
+    kept, however much they print.
     """
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
-                env={**os.environ, **task.variables()},
-                start_new_session=True,
-            )
-        except OSError as error:  # it was removed, or its variables are too long
-            failed: Future[Any] = Future()
-            failed.set_exception(ProgramError(f"{command[0]} cannot be started: {error.strerror}"))
-            yield failed
-            return
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **task.variables()},
+            start_new_session=True,
+        )
+    except OSError as error:  # it was removed, or its variables are too long
+        failed: Future[Any] = Future()
+        failed.set_exception(ProgramError(f"{command[0]} cannot be started: {error.strerror}"))
+        yield failed
+        return
+    output, errors = _Tail(process.stdout), _Tail(process.stderr)
 
-        def wait() -> str:
-            code = process.wait()
-            if code:
-                last = _tail(errors).strip().rpartition("\n")[2] or "no message"
-                raise ProgramError(f"exit code {code}: {last[:500]}")
-            return _tail(output)
+    def wait() -> str:
+        code = _read_to_the_end(process, output, errors)
+        if code:
+            last = errors.text().strip().rpartition("\n")[2] or "no message"
+            raise ProgramError(f"exit code {code}: {last[:500]}")
+        return output.text()
 
-        ended = _in_thread(wait)
-        try:
-            yield ended
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    ended = _in_thread(wait)
+    try:
+        yield ended
+    finally:
+        _kill(process)
+        process.wait()
 
 
-def _tail(file: IO[bytes]) -> str:
-    size = os.fstat(file.fileno()).st_size
-    return os.pread(file.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
+class _Tail:
+    """The last bytes of what a command prints to a pipe."""
+
+    def __init__(self, pipe: IO[bytes] | None) -> None:
+        assert pipe is not None
+        self.pipe = pipe
+        self._kept = b""
+
+    def read(self) -> bool:
+        """Reads once, which may block; False at the end of the pipe."""
+        piece = os.read(self.pipe.fileno(), _TAIL_BYTES)
+        self._kept = (self._kept + piece)[-_TAIL_BYTES:]
+        return bool(piece)
+
+    def text(self) -> str:
+        return self._kept.decode(errors="replace")
+
+
+def _read_to_the_end(process: "subprocess.Popen[bytes]", *tails: _Tail) -> int:
+    """Reads what the command prints until it ends, and returns its exit code.
+
+    Children in a session of their own may keep the pipes open, or go on printing: the reader waits
+    neither for the end of the pipes nor for what they print later.
+    """
+    with selectors.DefaultSelector() as pipes:
+        for tail in tails:
+            pipes.register(tail.pipe, selectors.EVENT_READ, tail)
+
+        def read(seconds: float) -> bool:
+            ready = pipes.select(seconds)
+            for key, _ in ready:
+                if not key.data.read():
+                    pipes.unregister(key.fileobj)
+            return bool(ready)
+
+        while pipes.get_map() and process.poll() is None:
+            read(_POLL_SECONDS)
+        code = process.wait()
+        _kill(process)
+        for _ in range(_LAST_READS):
+            if not pipes.get_map() or not read(0):
+                break
+    for tail in tails:
+        tail.pipe.close()
+    return code
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """Kills a command and those of its children that have not left its session."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _in_thread(call: Callable[[], Any]) -> "Future[Any]":

@@ -46,7 +46,7 @@ def _check(branch_at: BranchAt, turns: Sequence[int], points: int, width: int) -
             f"width = {width} continuations of a turn, the trunk's included: 2 or more"
         )
     if branch_at == "turns":
-        if not turns or not all(type(turn) is int and turn >= 0 for turn in turns):
+        if not turns or min(turns) < 0:
             raise ValueError(f"turns = {turns!r} must be a list of turns, counted from 0")
         if points != 1 or len({*turns}) < len(turns):
             raise ValueError("turns are listed once each, and points is for the other choices")
