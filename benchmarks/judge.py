@@ -56,6 +56,7 @@ def main() -> None:
     episodes = trajectories(outcomes)
     if not episodes or args.n < 1:
         parser.error("the files have no episodes" if args.n > 0 else "--n: at least 1")
+    judge.check_service()
     chosen = np.linspace(0, len(episodes) - 1, min(args.n, len(episodes))).round().astype(int)
     print(json.dumps(agreement([episodes[i] for i in chosen], judge)))
 

@@ -5,16 +5,18 @@ import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 from chat_servers import chatting
-from scripted_servers import HangUp, Reply
+from scripted_servers import HangUp, Reply, serving
 
 from manus_jax.agentgym.environments import open_environments
 from manus_jax.config.settings import RolloutSettings
 from manus_jax.errors import UserError
+from manus_jax.evaluate import main as evaluate
 from manus_jax.evaluation.eval_sets import EvalSet, split_tasks
 from manus_jax.evaluation.play import evaluate_policy
 from manus_jax.rewards import RewardError, RewardSettings, RewardUnavailable, compute
@@ -22,9 +24,11 @@ from manus_jax.rollout.api_player import ApiPolicy
 from manus_jax.rollout.scoring import score_outcome
 from manus_jax.rollout.traces import TraceError
 from manus_jax.rollout.trajectory import FailedEpisode, trajectories
+from manus_jax.servers import chat_api
 from manus_jax.servers.chat_api import ChatApi, ChatApiError
 from manus_jax.servers.health import BackOff
 from manus_jax.traces import main as traces
+from manus_jax.train import main as train
 
 HELLO = [{"role": "user", "content": "hello"}]
 SOON = BackOff(first=0.001)
@@ -266,3 +270,66 @@ def test_unavailable_scores_drop_the_episode_whatever_the_policy_for_errors(rubr
         reward = RewardSettings("judge", {"model": f"m@{url}", "rubric": str(rubric)})
         outcome = score_outcome(played, reward, "raise")
     assert isinstance(outcome, FailedEpisode) and outcome.kind == "reward"
+
+
+NO_SERVER = "http://127.0.0.1:9/v1"
+
+
+def settings_of(command, use: str, policy: str) -> dict[str, object]:
+    """The settings of a command that asks the model, as policy or judge."""
+    parameters = {"model": policy.removeprefix("openai:"), "rubric": "rubric.txt"}
+    parts = {"weights": {"env": 1.0, "judge": 1.0}, "parameters": {"judge": parameters}}
+    settings: dict[str, object] = {"env.names": ["maze"]}
+    if command is evaluate:
+        settings |= {"evaluate.out_dir": "out", "evaluate.policies": ["oracle"]}
+    else:
+        settings |= {"train.run_dir": "out", "warm_start.steps": 1}
+        settings |= {"rollout.max_total_tokens": 512, "data.max_length": 512, "data.rows": 8}
+    more = {
+        "policy": {"evaluate.policies": ["oracle", policy]},
+        "best attempt": {
+            "rollout.strategy": "best_of_n",
+            "rollout.strategy_parameters": {"select": "judge", "select_parameters": parameters},
+        },
+        "reward": {"algorithm.reward": "judge", "algorithm.reward_parameters": parameters},
+        "part": {"algorithm.reward": "weighted", "algorithm.reward_parameters": parts},
+    }
+    return settings | more[use]
+
+
+@pytest.mark.parametrize(
+    ("command", "use"),
+    [
+        *((evaluate, use) for use in ("policy", "best attempt")),
+        *((train, use) for use in ("reward", "part", "best attempt")),
+        (traces, "policy"),
+    ],
+    ids=lambda value: getattr(value, "__module__", value),
+)
+def test_a_server_that_does_not_answer_is_named_before_any_work(
+    command, use: str, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rubric.txt").write_text("Did the agent look?")
+    monkeypatch.setattr(chat_api.time, "sleep", lambda seconds: None)
+    answers = {
+        Reply('{"error": "no such key"}', 401): "status 401: .*no such key",
+        Reply('{"error": "no model m"}', 404): "status 404: .*no model m",
+        Reply("{}"): "gave no chat completion",
+    }
+    for answer, message in answers.items():
+        with serving(lambda method, path, body, answer=answer: answer) as url:
+            refused_at_once(command, use, f"openai:m@{url}/v1", message)
+    refused_at_once(command, use, f"openai:m@{NO_SERVER}", "m at .*: .*Connection refused")
+
+
+def refused_at_once(command, use: str, policy: str, message: str) -> None:
+    if command is traces:
+        arguments = ["maze", "--n", "1", "--out", "out.parquet", "--policy", policy]
+    else:
+        settings = settings_of(command, use, policy)
+        arguments = [f"--gin_param={name} = {value!r}" for name, value in settings.items()]
+    with pytest.raises(UserError, match=message) as refused:
+        command(arguments)
+    assert "\n" not in str(refused.value)
+    assert [path.name for path in Path.cwd().iterdir()] == ["rubric.txt"]

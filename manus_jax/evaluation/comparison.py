@@ -37,7 +37,7 @@ from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
 from manus_jax.rollout.build_rollout import check_play, open_engine, open_servers
 from manus_jax.rollout.llm_player import ChatTokenizer, EngineAgent
 from manus_jax.rollout.player import Agent
-from manus_jax.rollout.strategies import episodes_per_spec
+from manus_jax.rollout.strategies import check_strategy_service, episodes_per_spec
 from manus_jax.rollout.trajectory import Outcome, Trajectory
 from manus_jax.rollout.trajectory_files import write_trajectories
 from manus_jax.servers.chat_api import ChatApi
@@ -48,11 +48,15 @@ RUN_DIRECTORIES = ("checkpoints", "export", "model", "trajectories", "warm_start
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A named policy. `open()` is a context manager that yields its agent."""
+    """A named policy. `open()` is a context manager that yields its agent.
+
+    `check_service()` raises if a server that the policy calls does not answer.
+    """
 
     name: str
     check: Callable[[str, RolloutSettings], None]
     open: Callable[[], contextlib.AbstractContextManager[Agent]]
+    check_service: Callable[[], None] = lambda: None
 
     @property
     def file_name(self) -> str:
@@ -77,6 +81,9 @@ def run(config: EvaluateConfig, operative_config: str) -> dict[str, EvaluationRe
     _check_candidates(candidates, eval_set, rollout)
     if "oracle" in evaluate.policies:
         check_items(env.urls, config.env_pool, "evaluate.policies has 'oracle'")
+    check_strategy_service(rollout)
+    for candidate in candidates:
+        candidate.check_service()
     out_dir = _make_directory(evaluate.out_dir)
 
     results: dict[str, EvaluationResult] = {}
@@ -120,7 +127,12 @@ def make_candidate(name: str, config: EvaluateConfig, slots: int) -> Candidate:
             external = ApiPolicy(ChatApi.parse(name.removeprefix(PREFIX)), config.evaluate.seed)
         except ValueError as error:
             raise ConfigError(f"evaluate.policies: {error}") from None
-        return Candidate(name, external.check, lambda: contextlib.nullcontext(external))
+        return Candidate(
+            name,
+            external.check,
+            lambda: contextlib.nullcontext(external),
+            external.require_answer,
+        )
     path = Path(name).expanduser()
     if not path.is_dir():
         raise ConfigError(

@@ -14,6 +14,7 @@ from manus_jax.rewards.registry import (
     RewardUnavailable,
     Score,
     compute,
+    needs_service,
     try_early,
 )
 
@@ -29,6 +30,7 @@ __all__ = [
     "compute",
     "ground_truth",
     "judge",
+    "needs_service",
     "text",
     "try_early",
 ]

@@ -14,6 +14,7 @@ from manus_jax.rewards.registry import (
     RewardSettings,
     Score,
     compute,
+    needs_service,
     try_early,
 )
 from manus_jax.rewards.text import tag_format, thought_length
@@ -65,8 +66,16 @@ def goal(
     return lost if finish_reason == "done" and env_reward <= 0 else env_reward
 
 
+def _check_parts(
+    weights: Mapping[str, float], parameters: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
+    for name in weights:
+        RewardSettings(name, (parameters or {}).get(name, {})).check_service()
+
+
 @REWARDS.register("weighted")
 @try_early
+@needs_service(_check_parts)
 def weighted(
     solution_str: str,
     ground_truth: Any,

@@ -22,6 +22,7 @@ from manus_jax.rewards.registry import (
     RewardError,
     RewardUnavailable,
     Score,
+    needs_service,
     try_early,
 )
 from manus_jax.servers.chat_api import ChatApi, ChatApiError
@@ -32,8 +33,16 @@ _cache: dict[tuple[str, str, str, int], "Future[float]"] = {}
 _lock = threading.Lock()
 
 
+def _require_answer(model: str, **parameters: Any) -> None:
+    try:
+        _api(model).require_answer()
+    except ChatApiError as error:
+        raise RewardError(f"reward function 'judge': {error}") from None
+
+
 @REWARDS.register("judge")
 @try_early
+@needs_service(_require_answer)
 def judge(
     solution_str: str,
     ground_truth: Any,

@@ -86,6 +86,20 @@ def try_early(function: F) -> F:
     return function
 
 
+def needs_service(check: Callable[..., None]) -> Callable[[F], F]:
+    """Decorator for a function that calls a server.
+
+    `check` gets the parameters of a configuration, and raises RewardError unless the server
+    answers. It is called once, before a run starts.
+    """
+
+    def declare(function: F) -> F:
+        function.check_service = check  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
 @dataclasses.dataclass(frozen=True)
 class RewardSettings:
     """A reward function by name, with the constants it is to use instead of its defaults."""
@@ -99,6 +113,11 @@ class RewardSettings:
         if problem := parameter_problem(what, function, self.parameters, skip=2, given=FACTS):
             raise RewardError(problem)
         self.try_task("(check)", "a", env="", extra={})
+
+    def check_service(self) -> None:
+        """Raises RewardError if a server that the function calls does not answer."""
+        if check := getattr(REWARDS[self.function], "check_service", None):
+            check(**self.parameters)
 
     def try_task(
         self, item_id: str, ground_truth: Any, *, env: str | None, extra: Mapping[str, Any]

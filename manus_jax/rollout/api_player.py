@@ -34,6 +34,10 @@ class ApiPolicy:
                 "template, which a policy behind a chat API does not have"
             )
 
+    def require_answer(self) -> None:
+        """Raises ChatApiError unless the server completes a chat."""
+        self._api.require_answer()
+
     def player(self, context: EpisodeContext) -> "ApiPlayer":
         return ApiPlayer(self._api, context, self._seed)
 

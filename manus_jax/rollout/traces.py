@@ -142,6 +142,9 @@ def rows(
     items = [item for _, item in sorted((rng.random(), item) for item in spec.items(split))]
     if n > len(items):
         raise TraceError(f"{spec.name} has {len(items)} items in {split}, not {n}")
+    if isinstance(agent, ApiPolicy):
+        agent.check(spec.name, selection.rollout)
+        agent.require_answer()
     made: list[dict[str, Any]] = []
     in_a_row = 0
     with open_environments({spec.name: "embedded"}) as pool:

@@ -10,7 +10,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +22,8 @@ from manus_jax.servers.health import BackOff
 KEY_VARIABLE = "OPENAI_API_KEY"
 MAX_RESPONSE = 16 << 20
 ATTEMPTS = 4
+PROBE = ({"role": "user", "content": "Answer with one word."},)
+_PROBE_SECONDS = 30.0
 _AGAIN = {408, 409, 429, *range(500, 600)}
 
 
@@ -64,6 +66,25 @@ class ChatApi:
         **options: Any,
     ) -> Completion:
         """The model's next message. `options` are fields of the request, such as max_tokens."""
+        return self._parsed(self._answer(messages, sleep, options))
+
+    def require_answer(self) -> None:
+        """Asks for one token; ChatApiError unless the server, the model and the key can be used."""
+        timeout = min(self.timeout, _PROBE_SECONDS)
+        probed = dataclasses.replace(self, timeout=timeout)
+        content = probed._answer(PROBE, time.sleep, {"max_tokens": 1})
+        try:
+            parse_json(content)["choices"][0]["message"]  # a single token may be part of a thought
+        except (BadResponse, LookupError, TypeError) as error:
+            raise self._no_completion(error) from None
+
+    def _answer(
+        self,
+        messages: Sequence[dict[str, str]],
+        sleep: Callable[[float], object],
+        options: Mapping[str, Any],
+    ) -> bytes:
+        """The content of a response with status 200, after several attempts if need be."""
         body = json.dumps({"model": self.model, "messages": list(messages), **options}).encode()
         head = self.head()
         problem = ""
@@ -76,7 +97,7 @@ class ChatApi:
                 problem = f"{type(error).__name__}: {error}" if str(error) else "no answer in time"
                 continue
             if status == 200:
-                return self._parsed(content)
+                return content
             problem = f"status {status}: {content[:200].decode(errors='replace')}"
             if status not in _AGAIN:
                 break
@@ -111,7 +132,8 @@ class ChatApi:
             if not isinstance(text, str):
                 raise TypeError("the message has no text")
         except (BadResponse, LookupError, TypeError) as error:
-            raise ChatApiError(
-                f"{self.model} at {self.url} gave no chat completion: {error!r}"
-            ) from None
+            raise self._no_completion(error) from None
         return Completion(text, choice.get("finish_reason") == "length")
+
+    def _no_completion(self, error: Exception) -> ChatApiError:
+        return ChatApiError(f"{self.model} at {self.url} gave no chat completion: {error!r}")

@@ -38,7 +38,7 @@ from manus_jax.rollout.build_rollout import ENGINES, check_play, embedded_decode
 from manus_jax.rollout.llm_player import ChatTokenizer
 from manus_jax.rollout.player import Agent
 from manus_jax.rollout.recorded import RecordedError, read_recorded
-from manus_jax.rollout.strategies import episodes_per_spec
+from manus_jax.rollout.strategies import check_strategy_service, episodes_per_spec
 from manus_jax.rollout.trajectory import Trajectory
 from manus_jax.training.job import Job
 from manus_jax.training.learner_specs import (
@@ -109,6 +109,7 @@ def check_run(config: TrainConfig, job: Job) -> CheckedRun:
     kind = ENGINES[config.engine.name]
     send_adapters = lora is not None and kind.takes_adapters(config.engine_settings)
     job.on_primary(lambda: _check_servers(config, arch, send_adapters))
+    job.on_primary(lambda: _check_services(reward, rollout))
     return CheckedRun(
         recipe=recipe,
         reward=reward,
@@ -254,6 +255,12 @@ def _check_memory(
         engine_bytes = 0 if engine_devices else layout.device_bytes * layout.mesh.size
     frozen_itemsize = 0 if lora is None else 2 if config.compute.dtype == "bfloat16" else 4
     check_memory(arch, config.data, mesh, engine_bytes, frozen_itemsize)
+
+
+def _check_services(reward: RewardSettings, rollout: RolloutSettings) -> None:
+    """Raises if a server that scores or selects episodes does not answer."""
+    reward.check_service()
+    check_strategy_service(rollout)
 
 
 def _check_servers(config: TrainConfig, arch: Architecture, send_adapters: bool) -> None:

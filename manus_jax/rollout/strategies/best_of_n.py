@@ -29,8 +29,12 @@ def _check(n: int, select: str, select_parameters: Mapping[str, Any]) -> None:
     RewardSettings(select, select_parameters)
 
 
+def _check_service(n: int, select: str, select_parameters: Mapping[str, Any]) -> None:
+    RewardSettings(select, select_parameters).check_service()
+
+
 @STRATEGIES.register("best_of_n")
-@declares(check=_check, in_validation=False)
+@declares(check=_check, check_service=_check_service, in_validation=False)
 def best_of_n(
     spec: EpisodeSpec,
     rollout: RolloutContext,

@@ -62,13 +62,15 @@ STRATEGIES: Registry[Strategy] = Registry("rollout strategy")
 class Declared:
     """What a strategy declares beside its parameters.
 
-    `check` raises ValueError for values of the parameters that make no sense; `episodes` is the
-    number of episodes that a spec yields, at most. Both get all parameters. `in_validation`:
+    `check` raises ValueError for values of the parameters that make no sense, `check_service` a
+    UserError if a server that the strategy calls does not answer; `episodes` is the number of
+    episodes that a spec yields, at most. All of them get all parameters. `in_validation`:
     whether the validations of a training run use the strategy, or play plain episodes. `replays`:
     whether it needs environments in which actions can be replayed.
     """
 
     check: Callable[..., None] = lambda **parameters: None
+    check_service: Callable[..., None] = lambda **parameters: None
     episodes: Callable[..., int] = lambda **parameters: 1
     in_validation: bool = True
     replays: bool = False
@@ -109,6 +111,11 @@ def check_strategy(settings: RolloutSettings, environments: Sequence[str] = ()) 
                 f"{what} replays actions in fresh sessions, and actions in {env} have effects that "
                 "last beyond their session"
             )
+
+
+def check_strategy_service(settings: RolloutSettings) -> None:
+    """Raises if a server that the strategy calls does not answer."""
+    declared(settings.strategy).check_service(**_parameters(settings))
 
 
 def episodes_per_spec(settings: RolloutSettings) -> int:
