@@ -24,6 +24,9 @@ class ScratchSettings:
 
     family: Literal["qwen2", "qwen3", "llama"] = "qwen3"
     vocab_size: int = setting(default=2048, at_least=259, at_most=2**20)  # 256 bytes, 3 special
+    # "words": a token is at most one word; "phrases": frequent phrases are tokens, which makes the
+    # texts of an environment with few sentences several times shorter.
+    tokens: Literal["words", "phrases"] = "words"
     hidden_size: int = setting(default=128, at_least=1, at_most=2**16)
     intermediate_size: int = setting(default=384, at_least=1, at_most=2**18)
     num_layers: int = setting(default=4, at_least=1, at_most=1000)

@@ -365,14 +365,18 @@ class ChatStream:
 
 
 def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, out_dir: str | os.PathLike[str] | None = None
+    texts: Iterable[str],
+    vocab_size: int,
+    out_dir: str | os.PathLike[str] | None = None,
+    phrases: bool = False,
 ) -> "PreTrainedTokenizerFast":
     """Trains a byte-level BPE tokenizer with a ChatML template on `texts`, without downloads.
 
     The result is deterministic. The vocabulary is smaller than `vocab_size` if the texts have no
-    more pairs to merge. A tokenizer saved to `out_dir` loads with AutoTokenizer and vLLM.
+    more pairs to merge. With `phrases`, a token may be a whole sentence; digits and line ends are
+    tokens of their own. A tokenizer saved to `out_dir` loads with AutoTokenizer and vLLM.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     special = [END_OF_TEXT, START_OF_TURN, END_OF_TURN]
@@ -383,7 +387,15 @@ def train_tokenizer(
             f"special tokens need {len(alphabet) + len(special)}"
         )
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if phrases:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(r"<\|\w+\|>|[\d\n]"), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

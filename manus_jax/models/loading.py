@@ -208,7 +208,8 @@ def load_step(step_dir: Path, card: ModelCard, shardings: Any, dtype: str = "flo
 
 
 def scratch_architecture(settings: ScratchSettings) -> Architecture:
-    return Architecture(**vars(settings), **FAMILIES[settings.family].switches)
+    sizes = {name: value for name, value in vars(settings).items() if name != "tokens"}
+    return Architecture(**sizes, **FAMILIES[settings.family].switches)
 
 
 def from_scratch(
@@ -220,7 +221,7 @@ def from_scratch(
         tokenizer = open_tokenizer(directory, settings.vocab_size)
     else:
         work = directory.with_name(f".{directory.name}.tmp-{os.getpid()}")
-        tokenizer = train_tokenizer(texts, settings.vocab_size, work)
+        tokenizer = train_tokenizer(texts, settings.vocab_size, work, settings.tokens == "phrases")
         directory.mkdir(parents=True, exist_ok=True)
         # tokenizer.json is moved last: if it exists, the other files are complete.
         for file in sorted(work.iterdir(), key=lambda file: file.name == "tokenizer.json"):

@@ -83,7 +83,11 @@ def run(
     opened = job.on_primary(lambda: RunDirectory(sft.run_dir, operative_config))
     directory = opened or RunDirectory(sft.run_dir, "")
     if source is None:
-        texts = (m.content for _, tasks, _ in sources for t in tasks for m in t.messages)
+        messages = (m for _, tasks, _ in sources for t in tasks for m in t.messages)
+        if config.scratch is not None and config.scratch.tokens == "phrases":
+            texts = (f"{message.role}\n{message.content}" for message in messages)
+        else:
+            texts = (message.content for message in messages)
         source = _from_scratch(config, texts, directory, job)
     source = job.on_primary(lambda s=source: s.keep_card(directory.model)) or source  # type: ignore[misc]
     card = source.card

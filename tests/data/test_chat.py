@@ -411,6 +411,22 @@ def test_a_vocabulary_too_small_for_bytes_is_refused():
         train_tokenizer(TEXTS, 258)
 
 
+def test_tokens_of_phrases_span_words_and_keep_digits_lines_and_markers_apart():
+    walls = ". There are walls above you, below you."
+    texts = [f"user\nYou are at {row}, {row * 7}{walls}\nGo on" for row in range(40)]
+    tokenizer = train_tokenizer(texts, 400, phrases=True)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": f"You are at 12, 3{walls}"}], tokenize=False
+    )
+    tokens = [tokenizer.decode([i]) for i in tokenizer(chat)["input_ids"]]
+    assert "".join(tokens) == chat
+    expected = ["<|im_start|>", "user", "\n", "You are at ", "1", "2", ", ", "3", walls]
+    assert tokens[: len(expected)] == expected
+    assert max(len(t.split()) for t in map(tokenizer.decode, range(len(tokenizer)))) > 1
+    plain = train_tokenizer(texts, 400)
+    assert max(len(plain.decode([i]).split()) for i in range(len(plain))) == 1
+
+
 def test_a_truncating_tokenizer_gives_whole_prompts(chatml) -> None:
     """Other users of the tokenizer may have left it in a state in which it truncates."""
     stream = ChatStream(chatml)
