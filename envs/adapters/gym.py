@@ -1,12 +1,14 @@
 """`gym:ID`: Gymnasium's environments with text, numbers or vectors, and TextArena's games for one.
 
 An item is the seed of the reset. Keyword arguments of the environment follow a question mark, as in
-`gym:FrozenLake-v1?is_slippery=False`. The reward is the sum so far, divided by the threshold at
-which Gymnasium calls the environment solved, and at most 1.
+`gym:FrozenLake-v1?is_slippery=False`, and `gym:my_games:Maze-v0` imports the module that registers
+the environment. The reward is the sum so far, divided by the threshold at which Gymnasium calls the
+environment solved, and at most 1.
 """
 
 import ast
 import functools
+import importlib
 import inspect
 import json
 import re
@@ -32,14 +34,16 @@ def adapted(name: str) -> EnvironmentSpec:
 
     identifier, _, query = name.partition("?")
     arguments = {key: _literal(text) for key, text in parse_qsl(query)}
-    known = True
+    module, _, identifier = identifier.rpartition(":")
     try:
-        gymnasium.spec(identifier)
-    except gymnasium.error.Error:
-        known = False
-    make = _gymnasium if known else _textarena
-    try:
-        new_game, client, actions = make(identifier, arguments)
+        if module:
+            importlib.import_module(module)
+        try:
+            registered = gymnasium.spec(identifier)
+        except gymnasium.error.Error as error:
+            new_game, client, actions = _textarena(identifier, arguments, " ".join(str(error).split()))
+        else:
+            new_game, client, actions = _gymnasium(registered, arguments)
     except UnknownEnvironment:
         raise
     except Exception as error:  # whatever the environment's constructor raises
@@ -68,14 +72,14 @@ Made = tuple[Callable[[], Game], ClientView, tuple[str, ...]]
 """(new game, what the client needs to know, all actions if they can be listed)"""
 
 
-def _gymnasium(identifier: str, arguments: dict[str, Any]) -> Made:
+def _gymnasium(registered: Any, arguments: dict[str, Any]) -> Made:
     import gymnasium
 
     def make() -> Any:
         shows = "ansi" in getattr(entry, "metadata", {}).get("render_modes", ())
-        return gymnasium.make(identifier, **({"render_mode": "ansi"} if shows else {}), **arguments)
+        return gymnasium.make(registered, **({"render_mode": "ansi"} if shows else {}), **arguments)
 
-    point = gymnasium.spec(identifier).entry_point
+    identifier, point = registered.id, registered.entry_point
     entry = gymnasium.envs.registration.load_env_creator(point) if isinstance(point, str) else point
     trial = make()
     for space in (trial.action_space, trial.observation_space):
@@ -174,19 +178,22 @@ def _shown(value: Any) -> str:
     return np.array2string(array, precision=3, separator=", ", suppress_small=True)
 
 
-def _textarena(identifier: str, arguments: dict[str, Any]) -> Made:
+def _textarena(identifier: str, arguments: dict[str, Any], not_gymnasium: str) -> Made:
+    """`not_gymnasium` says why the identifier is not one of Gymnasium's."""
     try:
         import textarena
         from textarena.envs.registration import ENV_REGISTRY
     except ImportError as error:
         raise UnknownEnvironment(
-            f"Gymnasium has no environment {identifier!r}, and TextArena is not installed "
-            f"({error}): {INSTALL}"
+            f"gym:{identifier} is not in Gymnasium ({not_gymnasium}), and TextArena is not "
+            f"installed ({error}): {INSTALL}"
         ) from None
     # Without wrappers, an observation is what is new; the conversation has the rest.
     plain = f"{identifier.removesuffix('-raw')}-raw"
     if plain not in ENV_REGISTRY:
-        raise UnknownEnvironment(f"neither Gymnasium nor TextArena has {identifier!r}")
+        raise UnknownEnvironment(
+            f"neither Gymnasium nor TextArena has {identifier!r}: {not_gymnasium}"
+        )
 
     def make() -> Any:
         return textarena.make(plain, **arguments)

@@ -1,6 +1,7 @@
 """Environments of other packages over AgentGym's protocol, as training plays them."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium
@@ -55,6 +56,22 @@ def test_rewards_are_sums_on_the_scale_of_the_threshold() -> None:
     game.close()
 
 
+def test_an_environment_of_the_users_own_is_found_through_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_lakes.py").write_text(
+        "import gymnasium\n"
+        "from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv\n"
+        "gymnasium.register('OwnLake-v0', FrozenLakeEnv, kwargs={'desc': ['SF', 'HG']})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    game = load("gym:own_lakes:OwnLake-v0?is_slippery=False").new_game()
+    assert game.reset(0) == "0\n[S]F\nHG"
+    game.step("2")
+    assert (game.step("1").reward, game.observation().startswith("3\n")) == (1.0, True)
+    game.close()
+
+
 def test_actions_of_other_spaces_are_json() -> None:
     game = load("gym:Pendulum-v1").new_game()
     game.reset(0)
@@ -69,6 +86,8 @@ def test_actions_of_other_spaces_are_json() -> None:
     ("name", "problem"),
     [
         ("gym:NoSuchLake-v1", "NoSuchLake-v1"),
+        ("gym:FrozenLake-v0", "Please use `FrozenLake-v1` instead"),
+        ("gym:no_such_module:Lake-v0", "No module named 'no_such_module'"),
         ("gym:FrozenLake-v1?is_slipery=False", "is_slipery"),
         ("gym:FrozenLake-v1?map_name=7x7", "cannot be made: KeyError"),
         ("gym:", "names no environment: write gym:NAME"),
