@@ -41,7 +41,8 @@ def adapted(name: str) -> EnvironmentSpec:
         try:
             registered = gymnasium.spec(identifier)
         except gymnasium.error.Error as error:
-            new_game, client, actions = _textarena(identifier, arguments, " ".join(str(error).split()))
+            reason = " ".join(str(error).split())
+            new_game, client, actions = _textarena(identifier, arguments, reason)
         else:
             new_game, client, actions = _gymnasium(registered, arguments)
     except UnknownEnvironment:

@@ -149,6 +149,28 @@ def test_a_strategy_may_make_several_episodes_of_a_spec(
 
 
 @pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (lambda spec, rollout: None, "returned None, which is not an episode"),
+        (lambda spec, rollout: [], "returned 0 episodes and declares 1 to 2"),
+        (
+            lambda spec, rollout: [rollout.play(spec, n) for n in range(3)],
+            "returned 3 episodes and declares 1 to 2",
+        ),
+        (lambda spec, rollout: [rollout.play(spec)] * 2, "two episodes with the same uid"),
+    ],
+)
+def test_what_a_strategy_returns_is_checked(
+    strategy: Callable[..., object], message: str, pool: EnvironmentPool
+) -> None:
+    with STRATEGIES.restored():
+        STRATEGIES.register("mine")(declares(episodes=lambda: 2)(strategy))
+        settings = dataclasses.replace(SETTINGS, strategy="mine")
+        (failed,) = play(OraclePolicy(), pool, settings, [spec_of("maze_3")])
+    assert isinstance(failed, FailedEpisode) and message in failed.error
+
+
+@pytest.mark.parametrize(
     ("strategy", "parameters", "message"),
     [
         ("best_of_m", {}, "unknown rollout strategy 'best_of_m'; did you mean 'best_of_n'?"),

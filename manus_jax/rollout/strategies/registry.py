@@ -137,10 +137,17 @@ def for_validation(settings: RolloutSettings) -> RolloutSettings:
 def play_spec(spec: EpisodeSpec, rollout: RolloutContext) -> list[Outcome]:
     """Plays a spec with the strategy of the settings."""
     settings = rollout.settings
+    what = f"the rollout strategy {settings.strategy!r}"
     played = STRATEGIES[settings.strategy](spec, rollout, **settings.strategy_parameters)
-    outcomes = [played] if isinstance(played, Trajectory | FailedEpisode) else [*played]
-    if not outcomes:
-        raise ValueError(f"the rollout strategy {settings.strategy!r} returned no episode")
+    outcomes = [*played] if isinstance(played, Sequence) else [played]
+    for outcome in outcomes:
+        if not isinstance(outcome, Trajectory | FailedEpisode):
+            raise ValueError(f"{what} returned {outcome!r:.80}, which is not an episode")
+    most = declared(settings.strategy).episodes(**_parameters(settings))
+    if not 1 <= len(outcomes) <= most:
+        raise ValueError(f"{what} returned {len(outcomes)} episodes and declares 1 to {most}")
+    if len({outcome.spec.uid for outcome in outcomes}) < len(outcomes):
+        raise ValueError(f"{what} returned two episodes with the same uid: number its attempts")
     return outcomes
 
 
