@@ -36,6 +36,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# Python puts this folder first on the path, where envs.py would hide the package `envs`.
+if sys.path[0] == str(Path(__file__).resolve().parent):
+    sys.path.pop(0)
+
 from manus_jax.rollout.admission import Admission
 from manus_jax.rollout.concurrency import Concurrency, Window
 

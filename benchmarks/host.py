@@ -30,6 +30,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
+# Python puts this folder first on the path, where envs.py would hide the package `envs`.
+if sys.path[0] == str(Path(__file__).resolve().parent):
+    sys.path.pop(0)
+
 SERVERS, TURNS, GROUP = 4, 10, 8
 LONG_PROMPT, LONG_CALLS, SAMPLED = 11_000, 100, 64
 ANSWER = "Thought:\nI check what I have before I craft anything.\n\nAction:\ninventory"
@@ -255,8 +259,6 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="another checkout of this project")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    # Python puts this folder first on the path, where benchmarks/envs.py hides the package `envs`.
-    sys.path.pop(0)
     if options.worker == ["long_context"]:
         print(json.dumps(long_context()))
         return

@@ -11,9 +11,14 @@ episodes would be dropped.
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+# Python puts this folder first on the path, where envs.py would hide the package `envs`.
+if sys.path[0] == str(Path(__file__).resolve().parent):
+    sys.path.pop(0)
 
 import numpy as np
 

@@ -12,9 +12,15 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+# Python puts this folder first on the path, where envs.py would hide the package `envs`.
+if sys.path[0] == str(Path(__file__).resolve().parent):
+    sys.path.pop(0)
 
 SEGMENTS, SEGMENT = 32, 256
 MODEL = {

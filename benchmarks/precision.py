@@ -9,8 +9,13 @@ and `ratio` is ours divided by torch's. Requires torch.
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
+
+# Python puts this folder first on the path, where envs.py would hide the package `envs`.
+if sys.path[0] == str(Path(__file__).resolve().parent):
+    sys.path.pop(0)
 
 import numpy as np
 

@@ -19,7 +19,13 @@ import math
 import os
 import platform
 import re
+import sys
+from pathlib import Path
 from typing import Any
+
+# Python puts this folder first on the path, where envs.py would hide the package `envs`.
+if sys.path[0] == str(Path(__file__).resolve().parent):
+    sys.path.pop(0)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

@@ -85,8 +85,10 @@ def test_a_block_is_read_by_the_tests_that_it_names(guide, test, monkeypatch):
 @functools.cache
 def options_of(program, *action):
     """What the help of a script, of a module's `main`, or of one of its actions lists."""
-    if program.endswith(".sh"):
-        text = subprocess.run([ROOT / program, "--help"], capture_output=True, text=True).stdout
+    if "/" in program:
+        interpreter = [sys.executable] if program.endswith(".py") else []
+        command = [*interpreter, str(ROOT / program), "--help"]
+        text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     else:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as leaving:
