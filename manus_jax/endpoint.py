@@ -11,7 +11,6 @@ import signal
 from manus_jax import command
 from manus_jax.config.commands import read_endpoint_config
 from manus_jax.models import loading
-from manus_jax.models.architecture import ModelError
 from manus_jax.rollout.build_rollout import open_engine, with_engine_settings
 from manus_jax.rollout.endpoint.episode import Limits
 from manus_jax.rollout.endpoint.standalone import StandaloneEndpoint
@@ -34,28 +33,14 @@ def main(arguments: list[str]) -> None:
     check_port("127.0.0.1", args.port)
     rollout, engine_settings = settings.rollout, settings.engine
     source = loading.from_path(args.model)
-    length, positions = rollout.max_total_tokens, source.card.architecture.max_positions
-    if length > positions:
-        raise ModelError(
-            f"rollout.max_total_tokens = {length} exceeds the {positions} positions of {args.model}"
-        )
+    length = rollout.max_total_tokens
+    loading.check_length(source, length, str(args.model))
     chat = ChatTokenizer(source.tokenizer, settings.chat)
     use_compilation_cache(settings.compilation)
-    limits = Limits(
-        max_total_tokens=length,
-        max_tokens=length,
-        min_tokens=1,
-        max_turns=None,
-        timeout=rollout.generation_timeout,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        fixed=False,
-    )
     with open_engine(
         source, source.open(), engine_settings, settings.engine_settings, length
     ) as engine:
-        endpoint = StandaloneEndpoint(engine, chat, limits, args.port)
+        endpoint = StandaloneEndpoint(engine, chat, Limits.standalone(rollout), args.port)
         try:
             print(f"serving {endpoint.url}", flush=True)
             signal.pause()

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from manus_jax import command, convert
 from manus_jax.data.chat import train_tokenizer
 from manus_jax.files import CHECKSUMS, write_checksums
-from manus_jax.models import huggingface
+from manus_jax.models import conversion, huggingface
 from manus_jax.models.architecture import Architecture
 from manus_jax.models.transformer import Compute, Transformer, init_params
 
@@ -36,7 +36,7 @@ def made(tmp_path_factory):
     train_tokenizer(["some text"], 300, root / "tokenizer")
     card = huggingface.new_card(ARCH, root / "tokenizer")
     huggingface.save_hf(init_params(Transformer, ARCH, Compute(), 0), card, root / "hf")
-    convert.from_hf(root / "hf", root / "run")
+    conversion.from_hf(root / "hf", root / "run")
     return root
 
 
@@ -195,7 +195,7 @@ def test_a_link_out_of_the_directory_is_not_copied_but_a_cache_of_hugging_face_i
     for number, path in enumerate(sorted(hf.iterdir())):
         path.rename(blobs / f"{number}")
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
-    convert.from_hf(snapshot, tmp_path / "from_cache")
+    conversion.from_hf(snapshot, tmp_path / "from_cache")
     copied = tmp_path / "from_cache" / "model" / "tokenizer.json"
     assert copied.is_file() and not copied.is_symlink()
 
@@ -242,11 +242,11 @@ def test_a_conversion_that_was_killed_can_be_run_again(hf, tmp_path):
     out = tmp_path / "out"
     (out / "checkpoints" / "0").mkdir(parents=True)
     (out / "checkpoints" / ".unfinished-0").touch()
-    convert.from_hf(hf, out)
+    conversion.from_hf(hf, out)
     (tmp_path / "back").mkdir()
     (tmp_path / "back" / WEIGHTS).write_bytes(b"half")
     (tmp_path / ".unfinished-back").touch()
-    convert.to_hf(out, tmp_path / "back")
+    conversion.to_hf(out, tmp_path / "back")
     assert (tmp_path / "back" / WEIGHTS).read_bytes() == (hf / WEIGHTS).read_bytes()
     assert not list(tmp_path.glob(".*back*"))
 
@@ -254,5 +254,5 @@ def test_a_conversion_that_was_killed_can_be_run_again(hf, tmp_path):
 def test_a_model_without_a_tokenizer_is_converted_and_said_to_have_none(hf, tmp_path, capsys):
     for path in hf.glob("tokenizer*"):
         path.unlink()
-    convert.from_hf(hf, tmp_path / "out")
+    conversion.from_hf(hf, tmp_path / "out")
     assert "has no tokenizer" in capsys.readouterr().out

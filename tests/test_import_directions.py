@@ -93,7 +93,6 @@ ALLOWED: dict[str, set[str]] = {
         "reporting",
         "rewards",
         "rollout",
-        "vllm",
         "weights",
     },
     "planning": {

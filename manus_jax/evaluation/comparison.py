@@ -28,8 +28,7 @@ from manus_jax.evaluation.eval_sets import EvalSet, make_eval_set
 from manus_jax.evaluation.play import EvaluationError, EvaluationResult, Summary, evaluate_policy
 from manus_jax.evaluation.statistics import Estimate
 from manus_jax.files import write_atomically
-from manus_jax.models import loading as policy_source
-from manus_jax.models.architecture import ModelError
+from manus_jax.models import loading
 from manus_jax.models.transformer import Params
 from manus_jax.progress import ProgressLine
 from manus_jax.rollout.api_player import PREFIX, ApiPolicy
@@ -144,13 +143,10 @@ def make_candidate(name: str, config: EvaluateConfig, slots: int) -> Candidate:
             f"evaluate.samples = {config.evaluate.samples} and rollout.temperature = 0: greedy "
             "episodes of a task are identical; set evaluate.samples = 1 or a temperature > 0"
         )
-    source = policy_source.from_path(path)
+    source = loading.from_path(path)
     params = source.open()  # they stay on disk, but are verified
-    length, positions = config.rollout.max_total_tokens, source.card.architecture.max_positions
-    if length > positions:
-        raise ModelError(
-            f"rollout.max_total_tokens = {length} exceeds the {positions} positions of {name}"
-        )
+    length = config.rollout.max_total_tokens
+    loading.check_length(source, length, name)
     return Candidate(
         name,
         ChatTokenizer(source.tokenizer, config.chat).check,
@@ -160,7 +156,7 @@ def make_candidate(name: str, config: EvaluateConfig, slots: int) -> Candidate:
 
 @contextlib.contextmanager
 def _open_model(
-    source: policy_source.PolicySource,
+    source: loading.PolicySource,
     params: Params,
     config: EvaluateConfig,
     slots: int,

@@ -97,6 +97,15 @@ def _check_chat(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
         raise ModelError(f"{directory}: the chat template omits the text of a user's message")
 
 
+def check_length(source: PolicySource, length: int, name: str) -> None:
+    """Raises ModelError if episodes of `length` tokens exceed the positions of the model `name`."""
+    positions = source.card.architecture.max_positions
+    if length > positions:
+        raise ModelError(
+            f"rollout.max_total_tokens = {length} exceeds the {positions} positions of {name}"
+        )
+
+
 def require_path(path: Path) -> None:
     """Raises ModelError if there is nothing at `model.path` on this host."""
     path = path.expanduser()

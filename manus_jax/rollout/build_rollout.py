@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from jax.sharding import Mesh
@@ -37,7 +38,8 @@ from manus_jax.registry import Registry
 from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.strategies import check_strategy
 from manus_jax.status import STATUS
-from manus_jax.vllm.open_pool import open_vllm
+from manus_jax.vllm.gpu_partition import claim_gpus
+from manus_jax.vllm.open_pool import check_servers, open_vllm
 from manus_jax.vllm.pool import VllmPool
 
 
@@ -88,19 +90,31 @@ EngineFactory = Callable[[PolicySource, Params, EngineSettings, Any, int], Engin
 
 @dataclasses.dataclass(frozen=True)
 class EngineKind:
-    """A registered engine: its class, which declares capabilities, and its factory.
+    """A registered engine. The functions get its own settings, an instance of `settings`.
 
-    `reads` are the settings that it reads; `settings` is its own gin group, if it has one. Given
-    its own settings, `takes_adapters` says whether its weights are `AdapterWeights` with LoRA, and
-    `returns_experts` whether its generations have the experts of their tokens.
+    Args:
+      engine: its class, which declares capabilities.
+      open: its factory.
+      reads: the settings that it reads; a binding that it does not read is an error.
+      settings: its own gin group (`@settings(name, of_engine=True)`), if it has one.
+      takes_adapters: whether it gets adapters with LoRA; otherwise it gets merged weights.
+      returns_experts: whether its generations have `experts`; the learner then replays them.
+      claim: reserves devices before JAX uses any; returns the settings with those devices.
+      check: raises, before weights are loaded, if the engine cannot be opened. It also gets the
+        length of episodes and, as far as they are known, the architecture, the rank of adapters and
+        the path of their base.
     """
 
     engine: type[Engine]
     open: EngineFactory
     reads: frozenset[str]
     settings: type | None
-    takes_adapters: Callable[[Any], bool]
-    returns_experts: Callable[[Any], bool]
+    takes_adapters: Callable[[Any], bool] = lambda _: False
+    returns_experts: Callable[[Any], bool] = lambda _: False
+    claim: Callable[[Any], Any] = lambda own: own
+    check: Callable[[Any, int, Architecture | None, int | None, Path | None], None] = lambda *_: (
+        None
+    )
 
 
 ENGINES: Registry[EngineKind] = Registry("engine")
@@ -110,25 +124,18 @@ def engine_kind(
     engine: type[Engine],
     reads: Sequence[str] = ("engine",),
     settings: type | None = None,
-    takes_adapters: Callable[[Any], bool] = lambda _: False,
-    returns_experts: Callable[[Any], bool] = lambda _: False,
+    **functions: Any,
 ) -> Callable[[EngineFactory], EngineKind]:
     """Decorator: turns `open(source, params, settings, own_settings, max_length)` into an engine.
 
-    Args:
-      engine: the class of the engine.
-      reads: the settings of `engine.*` that it reads; a binding that it does not read is an error.
-      settings: its own gin group (`@settings(name, of_engine=True)`), if it has one.
-      takes_adapters: whether it gets adapters with LoRA, given its own settings; otherwise it gets
-        merged weights.
-      returns_experts: whether its generations have `experts`, given its own settings; the learner
-        then replays them.
+    `reads` are the settings of `engine.*` that it reads, besides its own; `functions` are those of
+    `EngineKind`.
     """
 
     def make(factory: EngineFactory) -> EngineKind:
         own = [settings.gin_name] if settings is not None else []  # type: ignore[attr-defined]
         read = setting_names("engine.name", *reads, *own)
-        return EngineKind(engine, factory, read, settings, takes_adapters, returns_experts)
+        return EngineKind(engine, factory, read, settings, **functions)
 
     return make
 
@@ -156,6 +163,12 @@ def with_engine_settings(config: C) -> C:
         return config
     (own,) = build(group)
     return dataclasses.replace(config, engine_settings=own)
+
+
+def claim_devices(config: TrainConfig) -> TrainConfig:
+    """Reserves the engine's devices; to be called before JAX uses any."""
+    claimed = ENGINES[config.engine.name].claim(config.engine_settings)
+    return dataclasses.replace(config, engine_settings=claimed)
 
 
 def embedded_decoder(
@@ -217,6 +230,8 @@ def _embedded(
     settings=VllmSettings,
     takes_adapters=lambda own: own.adapters,
     returns_experts=lambda own: own.router_replay,
+    claim=claim_gpus,
+    check=check_servers,
 )
 def _vllm_pool(
     source: PolicySource,

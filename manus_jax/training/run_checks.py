@@ -52,7 +52,6 @@ from manus_jax.training.learner_specs import (
 from manus_jax.training.metric_sinks import check_sinks
 from manus_jax.training.task_sources import Sources, read_task_sources
 from manus_jax.training.warm_start import check_oracle, uses_oracle
-from manus_jax.vllm.open_pool import check_servers
 
 _TRIED_TASKS = 1000  # of each source, with the reward function
 
@@ -108,7 +107,7 @@ def check_run(config: TrainConfig, job: Job) -> CheckedRun:
     _check_memory(config, arch, mesh, engine, engine_devices, lora)
     kind = ENGINES[config.engine.name]
     send_adapters = lora is not None and kind.takes_adapters(config.engine_settings)
-    job.on_primary(lambda: _check_servers(config, arch, send_adapters))
+    job.on_primary(lambda: _check_engine(config, arch, send_adapters))
     job.on_primary(lambda: _check_services(reward, rollout))
     return CheckedRun(
         recipe=recipe,
@@ -263,9 +262,10 @@ def _check_services(reward: RewardSettings, rollout: RolloutSettings) -> None:
     check_strategy_service(rollout)
 
 
-def _check_servers(config: TrainConfig, arch: Architecture, send_adapters: bool) -> None:
+def _check_engine(config: TrainConfig, arch: Architecture, send_adapters: bool) -> None:
     path = config.model.path
     served = None if path is None else arch  # a tokenizer may still change it
     rank = config.lora.rank if send_adapters else None
     base = None if rank is None or path is None or config.warm_start.steps else Path(path)
-    check_servers(config.engine_settings, config.rollout.max_total_tokens, served, rank, base)
+    length = config.rollout.max_total_tokens
+    ENGINES[config.engine.name].check(config.engine_settings, length, served, rank, base)

@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
-from typing import Any
 
 from manus_jax.config.server_settings import VllmSettings
 from manus_jax.engines.protocol import EngineError
@@ -42,13 +41,12 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(listed.stdout.split()) if listed.returncode == 0 else ()
 
 
-def claim_gpus(settings: Any) -> Any:
+def claim_gpus(settings: VllmSettings) -> VllmSettings:
     """Reserves the GPUs of vLLM servers; returns the settings with those GPUs by name.
 
     JAX reads the environment when it initialises its back end, so this must be called earlier.
-    Settings of other engines are returned unchanged.
     """
-    if not isinstance(settings, VllmSettings) or settings.gpus is None:
+    if settings.gpus is None:
         return settings
     vllm, learner = settings.gpu_memory_utilization, settings.learner_memory_fraction
     visible = visible_gpus()
@@ -67,16 +65,6 @@ def claim_gpus(settings: Any) -> Any:
     if learner is not None:
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{learner:g}"
     return dataclasses.replace(settings, gpus=server_gpus)
-
-
-def check_single_process(settings: Any) -> None:
-    """Raises EngineError where several processes would split the GPUs of one machine."""
-    if isinstance(settings, VllmSettings) and settings.gpus is not None:
-        raise EngineError(
-            "vllm.gpus splits one machine between one learner process and vLLM; with several "
-            "learner processes, start the servers separately (scripts/serve_vllm.sh) and set "
-            "vllm.urls or vllm.address_file"
-        )
 
 
 def group_gpus(gpus: Sequence[str], tensor_parallel: int) -> list[tuple[str, ...]]:

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from manus_jax.config.server_settings import VllmSettings
 from manus_jax.engines.protocol import EngineError
 from manus_jax.models.adapter_files import AdapterWeights
@@ -139,7 +141,7 @@ def check_base(base: Path) -> None:
 
 
 def check_servers(
-    settings: Any,
+    settings: VllmSettings,
     max_length: int,
     model: Architecture | None,
     lora_rank: int | None = None,
@@ -150,10 +152,14 @@ def check_servers(
     The directory of the weights must be writable. Servers that do not answer yet are waited for
     later; if some answer, one of them must have the context, the plug-in and the model, and take
     adapters of `lora_rank`, if given. Servers started here must be able to load `base`, the model
-    of the adapters, if it is known. Settings of other engines are not checked.
+    of the adapters, if it is known.
     """
-    if not isinstance(settings, VllmSettings):
-        return
+    if settings.gpus is not None and jax.process_count() > 1:
+        raise EngineError(
+            "vllm.gpus splits one machine between one learner process and vLLM; with several "
+            "learner processes, start the servers separately (scripts/serve_vllm.sh) and set "
+            "vllm.urls or vllm.address_file"
+        )
     if lora_rank is not None and lora_rank > MAX_LORA_RANK:
         raise EngineError(
             f"vLLM takes adapters up to rank {MAX_LORA_RANK}, and lora.rank is {lora_rank}: choose "

@@ -27,7 +27,7 @@ import contextlib, os, resource, sys
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = ""
 from pathlib import Path
-from manus_jax import convert
+from manus_jax.models import conversion
 from manus_jax.vllm import publishing
 from manus_jax.engines.jax_engine import JaxEngine
 from manus_jax.engines.protocol import Request, Sampling
@@ -78,8 +78,8 @@ def peak_of(body, roots):
 def test_convert_and_publish_hold_one_tensor_at_a_time(roots):
     size, large = 2 * LARGE.num_params, roots[1]
     # A whole stack in float32 is half of the model's size in bfloat16.
-    assert peak_of('convert.from_hf(root / "hf", root / "run")', roots) <= 1.3 * size + SLACK
-    assert peak_of('convert.to_hf(root / "run", root / "back")', roots) <= 0.3 * size + SLACK
+    assert peak_of('conversion.from_hf(root / "hf", root / "run")', roots) <= 1.3 * size + SLACK
+    assert peak_of('conversion.to_hf(root / "run", root / "back")', roots) <= 0.3 * size + SLACK
     for file in FILES:
         assert (large / "back" / file).read_bytes() == (large / "hf" / file).read_bytes()
     # The publisher keeps a copy of the last version in a mapped file.

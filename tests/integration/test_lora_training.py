@@ -8,8 +8,9 @@ import pytest
 from safetensors.numpy import load_file
 from test_training import arguments
 
-from manus_jax import convert, evaluate, sft, train
+from manus_jax import evaluate, sft, train
 from manus_jax.files import CHECKSUMS
+from manus_jax.models import conversion
 from manus_jax.models.loading import from_path
 from manus_jax.models.orbax_params import CheckpointError
 
@@ -45,7 +46,7 @@ def test_checkpoints_have_the_adapters_and_the_export_is_for_the_warm_start(fini
 def test_the_adapter_the_checkpoint_and_the_merged_export_are_one_model(finished, tmp_path):
     assert_merged(finished, finished / "warm_start/export/2")
     merged = load_file(finished / "export/2-merged/model.safetensors")
-    convert.to_hf(finished, tmp_path / "hf")
+    conversion.to_hf(finished, tmp_path / "hf")
     for name, tensor in load_file(tmp_path / "hf/model.safetensors").items():
         np.testing.assert_allclose(tensor, merged[name], atol=1e-6)
     opened = from_path(finished / "export/2").open()
@@ -85,7 +86,7 @@ def test_a_resumed_run_ends_with_the_same_adapter_and_refuses_another_base(finis
     with pytest.raises(CheckpointError, match=r"were trained on warm_start/export/2 .*same base"):
         train.main(steps(3))
     with pytest.raises(ValueError, match="was trained on another model"):
-        convert.to_hf(run, tmp_path / "hf")
+        conversion.to_hf(run, tmp_path / "hf")
 
 
 def test_a_given_model_is_warm_started_with_adapters_that_are_merged(finished, tmp_path):

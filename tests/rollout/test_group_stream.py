@@ -152,8 +152,8 @@ def test_a_saved_stream_continues_with_every_task_and_the_same_episodes(opened):
     stream.publish(1)
     wait_for(lambda: stream.admission.ready == 4)
     state = json.loads(json.dumps(stream.state(1)))  # it is stored as JSON
-    ready = {g.number: g for g in stream._ready.values()}
     finish.set()
+    ready = {g.number: g for _ in range(2) for g in stream.take().groups}
 
     resumed = opened(max_staleness=2, threads=1)
     resumed.restore(state, 1)

@@ -1,5 +1,6 @@
-"""What others register is found by name, given what it needs, and refused early where it is not."""
+"""Registered components are found by name and get their inputs; unknown ones are refused early."""
 
+import contextlib
 import dataclasses
 
 import jax.numpy as jnp
@@ -36,23 +37,29 @@ def episode():
 @pytest.fixture
 def late():
     """A field that says how late in the episode a token's turn is, and a loss that reads it."""
-    with TOKEN_COLUMNS.restored(), POLICY_LOSSES.restored(), RECIPES.restored():
-        _register_late()
+    with TOKEN_COLUMNS.restored(), late_loss():
+        register_lateness()
         yield
 
 
-def _register_late():
+def register_lateness():
     @TOKEN_COLUMNS.register("lateness")
     def lateness(trajectory, segment):
         turns = trajectory.segments[segment].turn_ids
         return (turns + 1) / len(trajectory.turns)
 
-    @POLICY_LOSSES.register("late")
-    @needs("lateness")
-    def loss(recipe, tokens):
-        return -tokens.fields["lateness"] * tokens.advantages * tokens.log_probs, {}
 
-    RECIPES.add(Recipe("late", "grpo", loss="late", corrections=()))
+@contextlib.contextmanager
+def late_loss():
+    with POLICY_LOSSES.restored(), RECIPES.restored():
+
+        @POLICY_LOSSES.register("late")
+        @needs("lateness")
+        def loss(recipe, tokens):
+            return -tokens.fields["lateness"] * tokens.advantages * tokens.log_probs, {}
+
+        RECIPES.add(Recipe("late", "grpo", loss="late", corrections=()))
+        yield
 
 
 def test_a_column_is_in_every_batch_and_in_the_packed_rows_of_the_learner(late):
@@ -77,9 +84,11 @@ def test_a_loss_is_given_the_fields_that_it_needs_and_nothing_outside_the_mask(l
         policy_loss(recipe)(jnp.zeros((1, 3)), {k: v for k, v in fields.items() if k != "lateness"})
 
 
-def test_a_loss_that_needs_an_unknown_field_is_refused_before_anything_is_played(late):
-    del TOKEN_COLUMNS._items["lateness"]
-    with pytest.raises(ConfigError, match="'late' needs the column 'lateness'; batches have"):
+def test_a_loss_that_needs_an_unknown_field_is_refused_before_anything_is_played():
+    with (
+        late_loss(),
+        pytest.raises(ConfigError, match="'late' needs the column 'lateness'; batches have"),
+    ):
         make_recipe(AlgorithmSettings(recipe="late"))
 
 

@@ -9,6 +9,7 @@ from vllm_loopback import LoopbackServer
 from manus_jax.config.server_settings import VllmSettings
 from manus_jax.engines.protocol import EngineError
 from manus_jax.models.architecture import Architecture
+from manus_jax.rollout.build_rollout import ENGINES
 from manus_jax.vllm.addresses import register
 from manus_jax.vllm.open_pool import check_servers
 
@@ -70,4 +71,4 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path):
 
 
 def test_other_engines_have_no_servers():
-    check_servers(None, 64, CARD.architecture)
+    ENGINES["jax"].check(None, 64, CARD.architecture, None, None)

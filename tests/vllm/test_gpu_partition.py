@@ -1,4 +1,4 @@
-"""Who gets which GPU of a machine: what processes see, and splits that cannot be."""
+"""How the GPUs of a machine are split between processes, and splits that are refused."""
 
 import os
 import subprocess
@@ -8,6 +8,7 @@ import pytest
 
 from manus_jax.config.server_settings import VllmSettings
 from manus_jax.engines.protocol import EngineError
+from manus_jax.rollout.build_rollout import ENGINES
 from manus_jax.vllm import gpu_partition
 from manus_jax.vllm.gpu_partition import group_gpus, split_gpus, visible_gpus
 
@@ -71,7 +72,7 @@ def test_all_gpus_are_shared_only_by_fractions_that_fit(gpus):
 
 def test_without_gpus_in_the_options_nothing_is_touched(gpus):
     assert claim_gpus(servers=1) == VllmSettings(servers=1)
-    assert gpu_partition.claim_gpus(None) is None  # another engine
+    assert ENGINES["jax"].claim(None) is None
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 

@@ -54,6 +54,14 @@ class Limits:
             fixed=True,
         )
 
+    @classmethod
+    def standalone(cls, settings: RolloutSettings) -> "Limits":
+        """Those of requests outside a run, which may choose how to sample."""
+        length = settings.max_total_tokens
+        return dataclasses.replace(
+            cls.of(settings), max_tokens=length, min_tokens=1, max_turns=None, fixed=False
+        )
+
     def sampling(self, request: ChatRequest, room: int, stop_ids: tuple[int, ...]) -> Sampling:
         """How to sample a reply with `room` tokens left; ApiError if they are too few."""
         most = min(self.max_tokens, request.max_tokens or self.max_tokens)
