@@ -1,4 +1,4 @@
-"""Whatever is not an answer of the game becomes a failure that says where, what and why."""
+"""Every response that does not belong to the game is a failure that says where, what and why."""
 
 import contextlib
 import json

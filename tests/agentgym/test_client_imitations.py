@@ -1,4 +1,4 @@
-"""The client plays the environments that were read, not recorded: episodes and known traps."""
+"""The client with imitations of unrecorded environments: episodes and known pitfalls."""
 
 import pytest
 from imitated_servers import Sheet, Todo, WebArena, academia, alfworld, searchqa

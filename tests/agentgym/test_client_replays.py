@@ -1,4 +1,4 @@
-"""The client plays against what AgentGym's real servers answered."""
+"""The client with recorded responses of AgentGym's servers."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The state machine of server health, on invented times."""
+"""The state machine of server health, with given times."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Every mistake in the choice of servers is found before anything starts."""
+"""All errors in the choice of servers are reported before anything starts."""
 
 import pytest
 from scripted_servers import Answer, Reply, recorded, serving

@@ -1,4 +1,4 @@
-"""Leases: exclusive, spread over healthy servers, given back, waited for in bounds."""
+"""Leases are exclusive, spread over healthy servers and released; waiting for them is bounded."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Servers that fail, hang, come back or are replaced, as the pool's episodes see it."""
+"""The pool with servers that fail, hang, return or are replaced."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""An environment that lives outside the project is served and played like its own."""
+"""An environment outside the project is served and played like a built-in one."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Episodes into per-token advantages: the right token, whatever lies around it."""
+"""Advantages of episodes are on the right tokens, whatever the other tokens are."""
 
 import dataclasses
 

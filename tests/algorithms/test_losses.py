@@ -1,4 +1,4 @@
-"""Policy, value, entropy and KL losses: values by hand, and gradients where the clip bites."""
+"""Policy, value, entropy and KL losses: values by hand, and gradients where clipping applies."""
 
 from functools import partial
 

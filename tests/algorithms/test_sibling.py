@@ -1,4 +1,4 @@
-"""Advantages relative to siblings: every stretch of a tree against those that part with it."""
+"""Advantages relative to siblings: every stretch of a tree is compared with its siblings."""
 
 import dataclasses
 from functools import partial

@@ -1,4 +1,4 @@
-"""What benchmarks/async.py simulates: controllers that keep an engine busy despite failures."""
+"""benchmarks/async.py: the simulated controllers keep an engine busy despite failures."""
 
 import importlib.util
 from pathlib import Path

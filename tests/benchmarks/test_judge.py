@@ -1,4 +1,4 @@
-"""What benchmarks/judge.py says about a judge whose scores are known."""
+"""benchmarks/judge.py with a judge whose scores are known."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""What benchmarks/scaling.py states, on a small model: the update divides over devices."""
+"""benchmarks/scaling.py on a small model: the update divides over devices."""
 
 import importlib.util
 from pathlib import Path

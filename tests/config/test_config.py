@@ -1,4 +1,4 @@
-"""gin settings: what is right is read, what is wrong is one line."""
+"""gin settings: valid ones are read, and invalid ones are one-line errors."""
 
 import dataclasses
 from typing import Literal

@@ -1,4 +1,4 @@
-"""What the operations page promises: exit codes, keys of status.json, the systemd unit."""
+"""docs/operations.md agrees with the code: exit codes, keys of status.json, the systemd unit."""
 
 import configparser
 import os

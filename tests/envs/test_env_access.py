@@ -1,4 +1,4 @@
-"""Who may use a server: keys, web pages, guessed ids, and clients that take too much."""
+"""Access to a server: keys, web pages, guessed ids, and clients that exceed their limits."""
 
 import json
 import logging

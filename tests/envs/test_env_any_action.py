@@ -1,4 +1,4 @@
-"""Whatever an agent writes, a game answers: no text is an exception."""
+"""No text of an agent causes an exception."""
 
 import pytest
 from hypothesis import given, settings

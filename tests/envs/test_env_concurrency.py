@@ -1,4 +1,4 @@
-"""256 sessions at once on a real server: no error, and nobody sees another one's game."""
+"""256 concurrent sessions on a real server: no errors, and no session sees the game of another."""
 
 import random
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Exchanges recorded from AgentGym's running servers, sent again to ours, answer by answer."""
+"""Requests recorded with AgentGym's servers get the same responses from the embedded ones."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The framework itself: both id families, bounds, expiry, sessions that do not disturb others."""
+"""The server framework: both id families, limits, expiry, independent sessions."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""The maze: AgentGym's texts and rewards, reproducible layouts, and a straight-walking oracle."""
+"""The maze: AgentGym's texts and rewards, reproducible layouts, and an oracle."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""sciworld: an item plays the same way whatever a simulator, a session or a server did before."""
+"""sciworld: an item plays the same way, whatever its simulator, session or server did before."""
 
 import itertools
 from collections.abc import Callable, Sequence

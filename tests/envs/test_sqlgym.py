@@ -1,4 +1,4 @@
-"""sqlgym: questions whose reference queries are right, judged by rows, safe against any SQL."""
+"""sqlgym: correct reference queries, judgement by rows, and safety against any SQL."""
 
 import json
 import queue

@@ -1,4 +1,4 @@
-"""TextCraft: the texts of AgentGym's game, our book and tasks, and an oracle that wins them all."""
+"""TextCraft: AgentGym's texts, this project's recipes and tasks, and an oracle that wins."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""weather: the tools, the made-up climate, the grading, and AgentGym's way of reading actions."""
+"""weather: tools, climate, grading, and AgentGym's parsing of actions."""
 
 import json
 from collections.abc import Callable

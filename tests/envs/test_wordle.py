@@ -1,4 +1,4 @@
-"""Wordle: AgentGym's feedback, a vocabulary of our own, and an oracle that needs no luck."""
+"""Wordle: AgentGym's feedback, the vocabulary, and an oracle."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`python -m manus_jax.evaluate` as a user runs it, and the numbers it makes of episodes."""
+"""`python -m manus_jax.evaluate` as a user runs it, and its statistics."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Training on environments of other packages, from the first process to the last update."""
+"""Training on environments of other packages, from start to end."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`python -m envs.serve` as a process: what it says, how it fails, and when it leaves."""
+"""`python -m envs.serve` as a process: output, errors and exit."""
 
 import os
 import signal

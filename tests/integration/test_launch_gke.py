@@ -1,4 +1,4 @@
-"""scripts/launch_gke.sh: manifests that parse, the arithmetic of slices, and no secret in them."""
+"""scripts/launch_gke.sh: valid manifests, sizes of slices, and no secrets."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""scripts/launch_tpu_pod.sh against a gcloud that plays the slice: every way that a run can go."""
+"""scripts/launch_tpu_pod.sh with an imitated gcloud: every outcome of a run."""
 
 import shlex
 import shutil

@@ -1,4 +1,4 @@
-"""One training run over several processes: what one process would learn, through deaths as well."""
+"""A run with several processes gives the result of one, and survives the death of processes."""
 
 import numpy as np
 import pytest

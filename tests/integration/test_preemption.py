@@ -1,4 +1,4 @@
-"""Hosts that are wanted back again and again: SIGTERM on any of them saves, and ends all."""
+"""Repeated preemption: SIGTERM on any host saves the step and ends all processes."""
 
 import json
 import signal

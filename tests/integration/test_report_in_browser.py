@@ -1,4 +1,4 @@
-"""The page in a real browser: the script runs, draws and lets nothing of a run's texts run."""
+"""The page in a real browser: its script runs, and no text of a run is executed."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""`python -m manus_jax.serve` and its script: what vLLM is given, who may ask it, where it is."""
+"""`python -m manus_jax.serve`: vLLM's arguments, access control, and the address file."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""`python -m manus_jax.sft` as a user runs it: it learns, resumes to the bit, explains itself."""
+"""`python -m manus_jax.sft` as a user runs it: learning, exact resume, error messages."""
 
 import json
 import os

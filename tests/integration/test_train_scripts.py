@@ -1,4 +1,4 @@
-"""scripts/train_*.sh for real: servers up, a tiny run, servers down, the trainer's exit code."""
+"""scripts/train_*.sh: servers are started and stopped, and the trainer's exit code is returned."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""`python -m manus_jax.train` with a real environment server: it runs, resumes, explains itself."""
+"""`python -m manus_jax.train` with a real environment server: runs, resumes, error messages."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""What goes wrong in a training run: it is told in a line, and nothing that was saved is lost."""
+"""Failures in a training run: one line that explains them, and no saved data is lost."""
 
 import resource
 import signal

@@ -1,4 +1,4 @@
-"""A learner of several processes publishes what one would."""
+"""A learner with several processes publishes the same weights as one."""
 
 import os
 import socket

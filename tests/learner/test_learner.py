@@ -1,4 +1,4 @@
-"""A learner takes packed batches of any size and splits its work without changing it."""
+"""A learner takes packed batches of any size; splitting the work does not change the result."""
 
 import dataclasses
 

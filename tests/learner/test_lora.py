@@ -1,4 +1,4 @@
-"""Training adapters: only they change, on every mesh alike, and the reference is the base."""
+"""Training adapters: the base does not change, meshes agree, and the reference is the base."""
 
 import re
 

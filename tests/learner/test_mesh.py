@@ -1,4 +1,4 @@
-"""How devices are laid out, what is refused, and with which arithmetic."""
+"""The layout of devices, and the arithmetic in the messages of refused meshes."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""A learner that does not fit the mesh is refused when it is designed, with nothing allocated."""
+"""A learner that does not fit the mesh is refused before anything is allocated."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Packing: nothing lost, nothing mixed, one shape."""
+"""Packing keeps every token, separates segments and has a fixed shape."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The update is one number whatever the mesh, the micro-batches and the packing."""
+"""The update does not depend on the mesh, the micro-batches and the packing."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Adapters of other programs, and damaged ones: what cannot be applied is refused in one line."""
+"""Adapters of other programs and damaged ones: those that cannot be applied are refused."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Model directories: bad ones are refused in one clear line, good ones load sharded."""
+"""Model directories: invalid ones are refused in one line, valid ones are loaded sharded."""
 
 import json
 import re

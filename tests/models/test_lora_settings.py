@@ -1,4 +1,4 @@
-"""Which layers get adapters, and what is refused."""
+"""The layers that get adapters, and invalid settings."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Replayed experts: the model computes each token with the experts that another one chose."""
+"""Replayed experts: the model computes each token with the given experts."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The formulas, against numbers worked out by hand."""
+"""The formulas of estimates, compared with hand calculations."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Plans for TPUs, compiled for real by libtpu; no TPU is needed."""
+"""Plans for TPUs, compiled by libtpu; no TPU is needed."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""docs/planning.md agrees with the code: chips, flags, and the commands that made its results."""
+"""docs/planning.md agrees with the code: chips, flags, and the commands of its results."""
 
 import re
 from pathlib import Path

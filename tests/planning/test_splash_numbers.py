@@ -1,4 +1,4 @@
-"""What the plan compiles for TPUs computes what the CPU does: splash in interpret mode."""
+"""Splash attention in interpret mode gives the numbers of the CPU implementation."""
 
 import chex
 import jax

@@ -1,4 +1,4 @@
-"""Curves, charts and times out of metrics."""
+"""Curves, charts and times from metrics."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""A damaged run has a report of what is left of it, and is never a traceback."""
+"""The report of a damaged run shows what can be read, without a traceback."""
 
 import json
 import os

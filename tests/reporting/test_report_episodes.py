@@ -1,4 +1,4 @@
-"""Episodes on the page: few of many, whole and true."""
+"""The episodes on the page: a selection, shown completely and correctly."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""A report that cannot be written is told, and training goes on."""
+"""A report that cannot be written is reported, and training continues."""
 
 from pathlib import Path
 

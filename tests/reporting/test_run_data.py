@@ -1,4 +1,4 @@
-"""What a run has written is read as far as it is whole."""
+"""The readable parts of a run directory are read."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The timeline in the report: the end of trace.json, in bounded size, whatever the file holds."""
+"""The timeline in the report: the end of trace.json, of limited size, for any content."""
 
 import json
 import time

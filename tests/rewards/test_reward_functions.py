@@ -1,4 +1,4 @@
-"""The reward functions against numbers worked out by hand."""
+"""The reward functions, compared with hand calculations."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Rewards by name; a function that fails says so, with its name and the episode's."""
+"""Rewards by name; the error of a failed function names it and the episode."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a format asks for is what it reads; what it cannot read is told, never sent as nothing."""
+"""Parsers read what their instructions ask for; other texts get an error message."""
 
 import dataclasses
 import json

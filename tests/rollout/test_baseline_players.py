@@ -1,4 +1,4 @@
-"""Oracles win and chance plays, through the same loop as a model."""
+"""The oracles win and the random policy plays, in the same loop as a model."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Batches of trajectories: rewards that add up, on tokens that were sampled."""
+"""Batches of trajectories: token rewards add up and are on sampled tokens."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Episodes against real servers: exact tokens, one mask, honest limits and turns."""
+"""Episodes on real servers: exact tokens, one mask, limits and turns."""
 
 import copy
 import hashlib

@@ -1,4 +1,4 @@
-"""What infrastructure does to an episode: it is played again, or dropped; it is never a zero."""
+"""After infrastructure failures an episode is repeated or dropped, never scored as zero."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The stream of groups: plays ahead within its bound, survives failures, and loses no task."""
+"""The stream of groups plays ahead within its bound, survives failures and loses no task."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Programs as episodes: exact tokens, three sources of rewards, and every way to fail."""
+"""Programs as episodes: exact tokens, three sources of rewards, and all kinds of failure."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""Recorded episodes: which are read, how they are divided into steps, and what is refused."""
+"""Recorded episodes: selection, division into steps, and invalid files."""
 
 import dataclasses
 import json

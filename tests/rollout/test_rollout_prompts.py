@@ -1,4 +1,4 @@
-"""The opening of an episode tells the game, the form of an answer, and what is seen first."""
+"""The opening of an episode has the game, the answer format and the first observation."""
 
 import dataclasses
 

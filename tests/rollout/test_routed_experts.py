@@ -1,4 +1,4 @@
-"""The experts that an engine chose, from its generations to the columns of a batch and its rows."""
+"""The experts that an engine chose, from generations to columns of a batch and packed rows."""
 
 from typing import Any
 

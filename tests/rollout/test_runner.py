@@ -1,4 +1,4 @@
-"""Many episodes at once: in order, apart from each other, bounded, and ended promptly."""
+"""Many concurrent episodes: in order, independent, bounded, and cancelled promptly."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""Reward functions on episodes, and the numbers told about a batch."""
+"""Reward functions on episodes, and the metrics of a batch."""
 
 import dataclasses
 import threading

@@ -1,4 +1,4 @@
-"""Strategies: what a spec's episodes are, which attempt is kept, and one line for each mistake."""
+"""Strategies: the episodes of a spec, the selected attempt, and one-line errors."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Rollouts of models that think: what happens to thoughts of earlier turns, and their budget."""
+"""Rollouts of models that think: thoughts of earlier turns, and the budget of a thought."""
 
 from collections.abc import Iterator
 from pathlib import Path

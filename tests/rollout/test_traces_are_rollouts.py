@@ -1,4 +1,4 @@
-"""Supervised traces and rollouts are one conversation, token for token."""
+"""Traces for fine-tuning and rollouts have the same tokens."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Trajectories on disk come back as they were, tokens and all."""
+"""Trajectories are read back from disk unchanged, including their tokens."""
 
 import dataclasses
 import json

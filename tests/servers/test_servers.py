@@ -1,4 +1,4 @@
-"""What the server pools share: health, probing, ports, and no JAX."""
+"""Code shared by the server pools: health, probes, ports; it does not import JAX."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Checkpoints: exact, on any mesh, and never half a one."""
+"""Checkpoints are exact, can be restored onto any mesh, and are never partial."""
 
 import contextlib
 import errno

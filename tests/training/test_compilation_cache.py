@@ -1,4 +1,4 @@
-"""Compiled programs are kept between commands; a cache that cannot be used is one warning."""
+"""Compiled programs are kept between commands; an unusable cache is one warning."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Which failures a run survives, and which end it."""
+"""The failures that a run survives, and those that end it."""
 
 import numpy as np
 import pytest

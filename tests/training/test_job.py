@@ -1,4 +1,4 @@
-"""The parts of a job of several processes: finding the others, sharing results, being stopped."""
+"""Jobs of several processes: connecting, sharing results, stopping."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""From settings to learners: schedules count steps, and buffers have room for the batch."""
+"""Learners from settings: schedules count steps, and buffers have room for the batch."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Minutes and memory of a run, which continue when it is resumed."""
+"""Minutes and memory of a run, continued when it is resumed."""
 
 import resource
 

@@ -1,4 +1,4 @@
-"""A run directory: what may change between two starts of one run, and what may not."""
+"""A run directory: settings that may change between two starts of a run, and others."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What a finished run tells, from its directory alone."""
+"""The summary of a finished run, from its directory alone."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Conversations that are too long for a row, and what a model without context would pay."""
+"""Conversations that are too long for a row, and the loss without any context."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Versions that are adapters: which ones a server has, and which servers are refused."""
+"""Versions that are adapters: loading, unloading, and servers that are refused."""
 
 import contextlib
 import dataclasses

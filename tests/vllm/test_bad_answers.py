@@ -1,4 +1,4 @@
-"""Servers that answer wrongly: nothing of it is used, and other servers take over."""
+"""Invalid responses of servers are not used, and other servers take over."""
 
 import dataclasses
 import time

@@ -1,4 +1,4 @@
-"""Servers elsewhere that cannot be used are found before a model is loaded."""
+"""Unusable servers are reported before a model is loaded."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The type and the KV cache that a server is given, from the files of a model."""
+"""The type and the KV cache of a server, from the files of a model."""
 
 import json
 

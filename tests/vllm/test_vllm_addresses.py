@@ -1,4 +1,4 @@
-"""The file of addresses: many writers, no half of it ever seen, and a pool that follows it."""
+"""The address file: concurrent writers, atomic replacement, and a pool that follows it."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Settings of vLLM servers, and those that the program starts: mistakes are found before."""
+"""Settings of vLLM servers and of those that the program starts: errors are found early."""
 
 import re
 import subprocess

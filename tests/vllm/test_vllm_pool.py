@@ -1,4 +1,4 @@
-"""The pool's logic, against servers on the loopback that answer as vLLM does."""
+"""The pool, with loopback servers that respond like vLLM."""
 
 import contextlib
 import dataclasses
