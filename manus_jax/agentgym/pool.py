@@ -47,16 +47,19 @@ class EnvironmentPool:
         return tuple(self._groups)
 
     @contextmanager
-    def lease(self, env: str, deadline: float = math.inf) -> Iterator[Session]:
+    def lease(
+        self, env: str, deadline: Callable[[], float] = lambda: math.inf
+    ) -> Iterator[Session]:
         """An exclusive session for the duration of the block; `reset` it to begin an episode.
 
-        At the deadline, a time of the monotonic clock, its calls fail (overdue).
+        `deadline` is called when there is a session. At the time that it returns, of the monotonic
+        clock, the session's calls fail (overdue).
         A failure in the block counts against the server and propagates to the caller. Raises
         EnvironmentFailure (no_server) when no server has a session in time.
         """
         group = self._group(env)
         lease = group.acquire()
-        lease.session.limit(deadline)
+        lease.session.limit(deadline())
         clean = False
         try:
             yield lease.session

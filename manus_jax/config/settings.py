@@ -192,8 +192,8 @@ class RolloutSettings:
     invalid_action_penalty: float = setting(default=0.0, at_least=0, at_most=10**6)
     # Seconds per turn.
     generation_timeout: float = setting(default=600.0, above=0, at_most=_MAX_SECONDS)
-    # Seconds per episode, all attempts together; longer ones are dropped, and replaced in
-    # asynchronous runs. None: no limit.
+    # Seconds per episode from its first session on, all attempts together; longer ones are dropped,
+    # and replaced in asynchronous runs. None: no limit.
     episode_timeout: float | None = setting(default=None, above=0, at_most=_MAX_SECONDS)
     # Episodes played at the same time. With a minimum, the number follows the load of the engine
     # and the environments; None: always max_in_flight.

@@ -74,15 +74,21 @@ class Cancellation:
 
 
 class EpisodeCancellation:
-    """The run's cancellation for one episode, which also ends after `limit_s` seconds, if set.
-
-    `deadline` is when it ends, as a time of the monotonic clock.
-    """
+    """The run's cancellation for one episode, which also ends `limit_s` seconds after `begin`."""
 
     def __init__(self, run: Cancellation, limit_s: float | None = None) -> None:
         self._run = run
         self._limit_s = limit_s
-        self.deadline = time.monotonic() + (threading.TIMEOUT_MAX if limit_s is None else limit_s)
+        self._deadline: float | None = None
+
+    def begin(self) -> float:
+        """Starts the time limit, the first time; returns its end by the monotonic clock.
+
+        An episode calls it when it has an environment: those that wait for one are not late.
+        """
+        if self._deadline is None:
+            self._deadline = time.monotonic() + (self._limit_s or threading.TIMEOUT_MAX)
+        return self._deadline
 
     def check(self) -> None:
         """Raises Cancelled or Overdue."""
@@ -103,4 +109,4 @@ class EpisodeCancellation:
             raise
 
     def _left(self) -> float:
-        return self.deadline - time.monotonic()
+        return threading.TIMEOUT_MAX if self._deadline is None else self._deadline - time.monotonic()

@@ -63,7 +63,7 @@ def play_episode(
     def play(limited: EpisodeCancellation, attempt: int) -> Trajectory:
         context = episode_context(spec, settings, limited, attempt)
         assert spec.task.env is not None
-        with pool.lease(spec.task.env, limited.deadline) as session:
+        with pool.lease(spec.task.env, limited.begin) as session:
             player = agent.player(context)
             try:
                 return play_turns(context, session, player, start_game(context, session, player))
@@ -82,7 +82,7 @@ def with_retries(
 ) -> Outcome:
     """Calls `play(cancellation, attempt)`, again after infrastructure failures.
 
-    All attempts together take at most `settings.episode_timeout` seconds.
+    All attempts together take at most `settings.episode_timeout` seconds, from the first session.
     """
     limited = EpisodeCancellation(cancellation, settings.episode_timeout)
     attempt = 0

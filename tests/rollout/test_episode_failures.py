@@ -5,12 +5,12 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from scripted_engine import ScriptedEngine, oracle, says, spec_of
 
-from manus_jax.agentgym.environments import embedded_server
+from manus_jax.agentgym.environments import embedded_server, open_environments
 from manus_jax.agentgym.pool import EnvironmentPool
 from manus_jax.config.server_settings import EnvPoolSettings
 from manus_jax.config.settings import RolloutSettings
@@ -244,6 +244,28 @@ def test_an_episode_past_its_time_limit_is_dropped(
 
 def test_the_generation_of_an_overdue_episode_is_cancelled() -> None:
     never: Future[Generation] = Future()
+    cancellation = EpisodeCancellation(Cancellation(), 0.02)
+    cancellation.begin()
     with pytest.raises(Overdue, match=r"not finished after 0\.02 s"):
-        EpisodeCancellation(Cancellation(), 0.02).result(never, timeout=60.0)
+        cancellation.result(never, timeout=60.0)
     assert never.cancelled()
+
+
+@pytest.mark.slow
+def test_the_time_limit_of_an_episode_starts_when_it_has_an_environment(
+    engine_of: EngineOf,
+) -> None:
+    one = EnvPoolSettings(sessions_per_server=1)
+    limit = settings(episode_timeout=2.0)
+    with (
+        open_environments({"maze": "embedded"}, settings=one) as pool,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        engine = engine_of(oracle())
+        agent = EngineAgent(engine, engine.tokenizer)
+        with pool.lease("maze"):
+            waiting = thread.submit(play_episode, spec_of("maze_3"), agent, pool, limit)
+            with pytest.raises(TimeoutError):
+                waiting.result(2.2)
+        played = waiting.result(30)
+    assert isinstance(played, Trajectory) and played.success

@@ -143,7 +143,7 @@ class DriftingPool:
         self.settings, self.environments = pool.settings, pool.environments
 
     @contextlib.contextmanager
-    def lease(self, env: str, deadline: float):
+    def lease(self, env: str, deadline: Callable[[], float]):
         with self._pool.lease(env, deadline) as session:
             steps, true_step = itertools.count(), session.step
 

@@ -98,7 +98,7 @@ class _Attempt:
         task, settings = self._spec.task, self._rollout.settings
         assert task.env is not None and task.item is not None
         with ExitStack() as stack:
-            session = stack.enter_context(self._rollout.pool.lease(task.env, cancellation.deadline))
+            session = stack.enter_context(self._rollout.pool.lease(task.env, cancellation.begin))
             game = EnvironmentPlay(session, task.item)
             stack.callback(game.end)
             episode = self._endpoint.open(self._spec.uid, self._attempt, settings, game.call)

@@ -108,7 +108,7 @@ class _Tree:
 
     def play_trunk(self, cancellation: EpisodeCancellation, attempt: int) -> Trajectory:
         context = episode_context(self._spec, self._rollout.settings, cancellation, attempt)
-        with self._rollout.pool.lease(self._env, cancellation.deadline) as session:
+        with self._rollout.pool.lease(self._env, cancellation.begin) as session:
             player, game = self._rollout.agent.player(context), RecordedGame(session)
             self._player, self._game = player, game
             try:
@@ -128,7 +128,7 @@ class _Tree:
         assert self._game is not None
         before, replaced = trunk.turns[:turn], trunk.turns[turn]
         context = episode_context(spec, self._rollout.settings, cancellation, attempt)
-        with self._rollout.pool.lease(self._env, cancellation.deadline) as session:
+        with self._rollout.pool.lease(self._env, cancellation.begin) as session:
             sent = [played.valid for played in before]
             replay(session, self._game, self._item, spec.task.item_id, sent)
             player = cast(ForkingPlayer, self._player).fork(context, turn, replaced)
