@@ -109,4 +109,6 @@ class EpisodeCancellation:
             raise
 
     def _left(self) -> float:
-        return threading.TIMEOUT_MAX if self._deadline is None else self._deadline - time.monotonic()
+        return (
+            threading.TIMEOUT_MAX if self._deadline is None else self._deadline - time.monotonic()
+        )

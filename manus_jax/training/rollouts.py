@@ -111,10 +111,10 @@ class Rollouts:
         """The groups of one step. Dynamic sampling replaces groups without a learning signal."""
         if self._recorded is not None:
             played = self._take_recorded(self._recorded, step)
-        elif self._stream is not None:
-            played = self._take_ready(self._stream, step)
         else:
-            played = self._play_now(step)
+            stream = self._stream
+            played = self._play_now(step) if stream is None else self._take_ready(stream, step)
+            played.metrics["timing_s/idle_engine"] = self._idle_engine()
         if self.algorithm.shuffle_rewards:
             shuffled = shuffle_rewards(played.episodes, (self.train.seed, step))
             played = dataclasses.replace(played, episodes=shuffled)
@@ -199,9 +199,6 @@ class Rollouts:
     def _take_ready(self, stream: GroupStream, step: int) -> Played:
         taken = stream.take()
         self._failures.report()
-        now, busy = time.monotonic(), self.agent.usage.busy_seconds()
-        idle = (now - self._last_take[0]) - (busy - self._last_take[1])
-        self._last_take = now, busy
         outcomes = [o for group in taken.groups for o in group.episodes()]
         episodes = self._usable(outcomes)
         outcomes += [o for group in taken.dropped for o in group.episodes()]
@@ -214,12 +211,18 @@ class Rollouts:
         metrics = rollout_metrics(outcomes) | staleness_metrics(episodes, step - 1)
         metrics["rollout/used"] = float(len(episodes))
         metrics |= self._limit.metrics()
-        metrics["timing_s/idle_engine"] = max(0.0, idle)
         admission = stream.admission
         metrics["rollout/groups_ready"] = float(admission.ready)
         metrics["rollout/groups_running"] = float(admission.running)
         metrics["rollout/groups_dropped"] = float(len(taken.dropped))
         return Played(outcomes, episodes, metrics, greedy)
+
+    def _idle_engine(self) -> float:
+        """Seconds without a request in the engine since the last call."""
+        now, busy = time.monotonic(), self.agent.usage.busy_seconds()
+        idle = (now - self._last_take[0]) - (busy - self._last_take[1])
+        self._last_take = now, busy
+        return max(0.0, idle)
 
     def _group(self, number: int, place: Place) -> list[EpisodeSpec]:
         """The episodes of a group, named as in a synchronous run."""

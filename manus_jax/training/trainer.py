@@ -290,13 +290,13 @@ class Trainer:
 
     def _next_batch(self, step: int, timer: Timer, played: list[Outcome]) -> DataProto:
         """On process 0: the batch of a step; appends the outcomes of its episodes to `played`."""
+        began = time.monotonic()
         if self._ahead:
             with timer.phase("gen"):
-                began = time.monotonic()
                 batch, outcomes = self._prefetch.next(step)
-                batch.meta_info["metrics"]["timing_s/idle_learner"] = time.monotonic() - began
         else:
             batch, outcomes = self._make_batch(step, timer.phase)
+        batch.meta_info["metrics"]["timing_s/idle_learner"] = time.monotonic() - began
         played += outcomes
         batch.meta_info["validated"] = self.validation.ended(wait=False)
         return batch
