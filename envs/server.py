@@ -300,7 +300,7 @@ def _endpoint(
         except (RequestValidationError, HTTPException):
             raise
         except ClientDisconnect:
-            return Response(status_code=400)  # to nobody
+            return Response(status_code=400)  # which nobody reads
         except asyncio.CancelledError:
             return Response("The server is shutting down.", 503, media_type="text/plain")
         except Exception:

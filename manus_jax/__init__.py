@@ -4,7 +4,7 @@ import os
 
 from envs.interrupts import report_early_interrupts
 
-# transformers advises on every import that it found no torch, which is as it should be here.
+# transformers would print on every import that torch is missing, which the learner does not need.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 report_early_interrupts()

@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> None:
         "--poll",
         type=command.number(float, at_least=0.01, at_most=10**6),
         default=2.0,
-        help="seconds between two looks",
+        help="seconds between checks for a new checkpoint",
     )
     parser.add_argument(
         "--snapshot-every",

@@ -1,4 +1,4 @@
-"""What this process is doing, how fast, and what does not move.
+"""The status of this process: its progress, its rates, and work that is stuck.
 
 All parts of the program update `STATUS`. `recorded` writes it to the run directory every few
 seconds: `status.json` for people and programs, `metrics.prom` for Prometheus. The watchdog reports
@@ -284,7 +284,7 @@ class _LastError(logging.Handler):
 
 
 def _write(watchdog_s: float = 0.0) -> None:
-    """Writes the files; whatever is wrong with them, the run continues."""
+    """Writes the files. Errors are noted in the status and do not end the run."""
     directory = STATUS.directory
     try:
         if watchdog_s:

@@ -20,7 +20,7 @@ import numpy as np
 
 
 class Preferences(NamedTuple):
-    """What pairs of episodes are compared by."""
+    """Per episode: the values by which pairs are compared."""
 
     log_ratios: chex.Array  # [B], r: the sum of log pi - log pi_ref over an episode's agent tokens
     successes: chex.Array  # bool [B]

@@ -248,7 +248,7 @@ class EngineSettings:
     # Devices that share one copy of the weights; None: mesh.tensor.
     tensor: int | None = setting(default=None, at_least=1, at_most=2**20, may_change=True)
     dtype: Literal["float32", "bfloat16"] = "float32"
-    # Tokens between two looks at the queue.
+    # Tokens between two checks of the queue.
     max_steps: int = setting(default=8, at_least=1, at_most=2**16, may_change=True)
 
 

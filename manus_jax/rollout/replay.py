@@ -25,7 +25,7 @@ class NotDeterministic(Exception):
 
 @dataclasses.dataclass
 class RecordedGame:
-    """A session that remembers what it answered; it has the part of a session that players use."""
+    """A session that records its answers, with the methods that players use."""
 
     session: Session
 

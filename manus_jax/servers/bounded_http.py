@@ -218,7 +218,7 @@ class _BoundedReader(io.RawIOBase):
         else:
             count = min(len(buffer), len(self._received))
             buffer[:count] = self._received[:count]
-            # The end of the connection stays the end.
+            # After the end of the connection, every further read returns nothing.
             self._received = self._received[count:] or (None if count else b"")
         self._left -= count
         if self._left < 0:

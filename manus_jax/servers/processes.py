@@ -301,7 +301,7 @@ class ServerSupervisor:
             self._plan_restart(slot, problem, now)
 
     def _announce(self, slot: ServerSlot) -> None:
-        """Passes on the address of a server that has come up since the last look."""
+        """Passes on the address of a server that has come up since the last check."""
         url = slot.process.url if slot.process else None
         if url is not None and url != slot.url:
             old, slot.url = slot.url, url

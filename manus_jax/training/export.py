@@ -1,4 +1,4 @@
-"""What of a trained policy leaves the learner: weights for the engine, and `export/<step>/`."""
+"""The weights of a policy for the engine, and the trained model in `export/<step>/`."""
 
 from collections.abc import Mapping
 from pathlib import Path

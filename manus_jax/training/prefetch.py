@@ -1,4 +1,4 @@
-"""Makes something for each step, one step ahead of its use."""
+"""Computes a value for each step, one step before it is used."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -56,7 +56,7 @@ class BackgroundFiles:
 
 
 def write_report_or_say_why(run: Path, line: ProgressLine) -> None:
-    """Writes trace.json and report.html; whatever is wrong with them, training continues."""
+    """Writes trace.json and report.html. Errors are reported and do not end the run."""
     try:
         TIMELINE.write(run)
     except OSError as error:

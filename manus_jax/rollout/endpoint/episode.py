@@ -113,9 +113,9 @@ class EndpointEpisode:
         return f"{self.name}/{sequence}"
 
     def check_turns(self, replies: int) -> int:
-        """The number of replies before so many more, which may still be in the making.
+        """The number of replies so far, including those being sampled.
 
-        Raises ApiError if the episode may not have them.
+        Raises ApiError if `replies` more would exceed the turn limit.
         """
         most, before = self.limits.max_turns, len(self.recording) + self._expected
         if most is not None and before + replies > most:

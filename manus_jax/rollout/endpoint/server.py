@@ -162,7 +162,7 @@ class Endpoint:
             except ApiError as error:
                 return JSONResponse(error.body(), error.status)
             except ClientDisconnect:
-                return Response(status_code=400)  # to nobody
+                return Response(status_code=400)  # which nobody reads
             return value if isinstance(value, Response) else JSONResponse(value)
 
         return Route(path, answer, methods=[method])
