@@ -8,7 +8,9 @@ models tend to continue an example that they find in the instruction.
 
 import dataclasses
 import re
+import tomllib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from manus_jax.agentgym.prompts import PROMPTS, EnvironmentPrompt, Example, TurnTemplates
 from manus_jax.agentgym.table import AVAILABLE_ACTIONS
@@ -18,44 +20,18 @@ from manus_jax.data.tasks import Task
 from manus_jax.data.tool_calls import parse_tool_calls
 from manus_jax.rollout.action_formats import ActionFormat
 
-ACKNOWLEDGEMENT = "OK. I will follow these instructions and answer in this format."
-TASK_BEGINS = "The examples end here. Now your task begins."
-LEFT_OUT = "[{turns} earlier turns are left out here. The newest observation before the next turn:]"
-CUT = "[... {characters} characters are left out here ...]"
+_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ACKNOWLEDGEMENT: str = _TEXTS["acknowledgement"]
+TASK_BEGINS: str = _TEXTS["task_begins"]
+LEFT_OUT: str = _TEXTS["left_out"]
+CUT: str = _TEXTS["cut"]
 
 
 TurnPrompt = Callable[[str], str]
 """Newest observation, as the player sees it → the whole prompt of the next turn."""
 
 _TASK = re.compile(r"Your task is to: (.*)")
-_TURNS = TurnTemplates(
-    first="""\
-{instruction}
-
-The first observation:
-
-{current_observation}
-
-Your actions are:
-{admissible_actions}""",
-    later="""\
-{instruction}
-
-The first observation:
-
-{first_observation}
-
-You have taken {step_count} step(s). The last {history_length}, each with what you saw before it:
-
-{action_history}
-
-Step {current_step}. You see:
-
-{current_observation}
-
-Your actions are:
-{admissible_actions}""",
-)
+_TURNS = TurnTemplates(**_TEXTS["turns"])
 
 
 @dataclasses.dataclass(frozen=True)
