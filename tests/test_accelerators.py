@@ -34,7 +34,7 @@ def test_without_accelerators_jax_starts_no_plug_in_unless_the_user_names_it(tmp
     assert os.environ["JAX_PLATFORMS"] == "proxy"
 
 
-def test_jax_takes_nine_tenths_of_a_gpu_unless_the_user_says_otherwise(tmp_path, monkeypatch):
+def test_jax_allocates_nine_tenths_of_a_gpu_by_default(tmp_path, monkeypatch):
     prepare_accelerators(devices=tmp_path)
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.9"
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")

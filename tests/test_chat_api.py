@@ -80,7 +80,7 @@ def test_lasting_failures_are_one_error_that_names_the_server() -> None:
     "text",
     ["m", "@http://h/v1", "m@", "m@ftp://h", "m@host:8000", "m@http://", "m@http://a..b/v1"],
 )
-def test_what_is_not_a_model_at_an_address_is_refused(text: str) -> None:
+def test_invalid_model_addresses_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be MODEL@URL"):
         ChatApi.parse(text)
     assert ChatApi.parse("a@b@http://h:1/v1/") == ChatApi("a@b", "http://h:1/v1")
@@ -261,7 +261,7 @@ def test_a_judge_that_cannot_work_is_refused_before_any_episode(rubric, tmp_path
             RewardSettings("judge", parameters)
 
 
-def test_unavailable_scores_drop_the_episode_whatever_the_policy_for_errors(rubric) -> None:
+def test_unavailable_scores_always_drop_the_episode(rubric) -> None:
     settings = RolloutSettings(max_turns=2, max_in_flight=1)
     with chatting(follow_the_compass) as url, open_environments({"maze": "embedded"}) as pool:
         eval_set = EvalSet(tuple(split_tasks("maze", "test", 1)))

@@ -30,7 +30,7 @@ def test_unequal_lengths_name_keys_and_sizes():
 
 
 @pytest.mark.parametrize("bad", [[1, 2], np.array(["x"]), np.array([None]), 3.0])
-def test_what_is_no_array_of_numbers_is_refused_in_batch(bad):
+def test_batch_refuses_values_that_are_not_numeric_arrays(bad):
     with pytest.raises(ValueError, match=r"batch\['a'\] must be a NumPy or JAX array"):
         DataProto.from_dict({"a": bad})
 
@@ -41,7 +41,7 @@ def test_scalars_are_refused_in_batch():
 
 
 @pytest.mark.parametrize("bad", ["text", {"a": 1}, 7])
-def test_what_has_no_rows_is_refused_in_non_tensors(bad):
+def test_non_tensors_refuse_values_without_rows(bad):
     with pytest.raises(ValueError, match=r"non_tensor_batch\['a'\] must be a list"):
         DataProto.from_dict(non_tensors={"a": bad})
 
@@ -117,7 +117,7 @@ def test_reorder_keeps_values_in_step_and_the_inverse_restores(rows, data):
 
 
 @pytest.mark.parametrize("order", [[0, 1], [0, 0, 1], [0, 1, 3], [[0, 1, 2]]])
-def test_reorder_refuses_what_is_no_permutation(order):
+def test_reorder_refuses_indexes_that_are_not_a_permutation(order):
     with pytest.raises(ValueError, match="permutation of 3 rows"):
         make(3).reorder(order)
 
@@ -222,7 +222,7 @@ def test_select_and_pop():
     assert list(proto.batch) == ["ids", "score"], "the original is as it was"
 
 
-def test_unknown_keys_name_the_key_and_what_there_is():
+def test_errors_for_unknown_keys_list_the_existing_ones():
     with pytest.raises(KeyError, match=r"no key 'logp' in batch; there are \['ids', 'score'\]"):
         make(2).select(["logp"])
     with pytest.raises(KeyError, match="no key 'x' in non_tensor_batch"):

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from manus_jax.data_proto import DataProto
 
 
-def test_host_values_cause_no_retracing_whatever_they_are():
+def test_host_values_cause_no_retracing():
     traces = []
 
     @jax.jit

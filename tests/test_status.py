@@ -137,7 +137,7 @@ def test_files_that_cannot_be_written_do_not_end_the_run(tmp_path: Path) -> None
     assert STATUS.last_error is not None and "was not written" in STATUS.last_error["text"]
 
 
-def test_the_watchdog_names_what_hangs_with_its_stack(
+def test_the_watchdog_reports_stuck_work_with_its_stack(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]  # the watchdog's clock, so that both threads become late together
@@ -310,7 +310,7 @@ def dead_pid() -> int:
         ({"episodes": None}, "damaged", "status.json is damaged"),
     ],
 )
-def test_the_view_says_how_it_goes(
+def test_the_view_shows_state_progress_and_errors(
     tmp_path: Path, changes: dict[str, Any], state: str, text: str
 ) -> None:
     changes = {k: dead_pid() if v == "DEAD" else v for k, v in changes.items()}

@@ -158,9 +158,7 @@ MEGABYTE = b"x" * (1 << 20)
         (CHUNKED, b"1\r\nx\r\n", 0.05),
     ],
 )
-def test_a_response_has_a_total_deadline_however_slowly_it_comes(
-    head: bytes, chunk: bytes, pause: float
-) -> None:
+def test_a_slow_response_has_a_total_deadline(head: bytes, chunk: bytes, pause: float) -> None:
     with raw_server(lambda connection: endless(connection, head, chunk, pause)) as url:
         began = time.monotonic()
         with pytest.raises(EnvironmentFailure, match=r"no answer within 0\.2 s") as caught:
@@ -444,7 +442,7 @@ def test_addresses_as_people_write_them(address: str, root: str) -> None:
         "http://node:1/?key=1",
     ],
 )
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_invalid_addresses_are_refused(address: str) -> None:
     with pytest.raises(ValueError, match=r"wordle: .* is not a server; write http://HOST:PORT"):
         server_root(environment("wordle"), address)
 

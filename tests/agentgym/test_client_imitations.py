@@ -78,7 +78,7 @@ def test_alfworld_is_won_lost_and_played_again_on_one_session() -> None:
         session.close()  # there is no such route, which is no failure
 
 
-def test_alfworld_tells_of_its_failures_with_status_200() -> None:
+def test_alfworld_reports_failures_with_status_200() -> None:
     with serving(alfworld()) as url:
         session = opened("alfworld", url)
         session.reset(0)
@@ -149,7 +149,7 @@ def test_webarena_failures_that_look_like_observations_are_failures() -> None:
         assert caught.value.kind is FailureKind.BACKEND
 
 
-def test_webarena_tells_of_an_exception_in_a_page_and_is_still_a_server() -> None:
+def test_a_page_with_an_exception_is_a_failure_of_webarena_not_another_server() -> None:
     with serving(WebArena().answer) as url:
         connection = Connection(ENVIRONMENTS["webarena"], url, EnvPoolSettings())
         with pytest.raises(EnvironmentFailure, match=r"HTTP 500: .*Server Error") as caught:
@@ -178,7 +178,7 @@ def test_academia_rewards_the_best_share_of_subgoals() -> None:
         assert session.success
 
 
-def test_todo_gives_its_verdict_at_the_end_whatever_the_progress_was() -> None:
+def test_todo_is_scored_at_the_end_only() -> None:
     server = Todo()
     with serving(server.answer) as url:
         session = opened("todo", url)
@@ -213,7 +213,7 @@ def test_todo_is_played_by_one_at_a_time_as_a_reset_clears_the_account_of_all() 
                 assert again is session
 
 
-def test_sheet_counts_what_was_right_from_the_start_and_never_falls() -> None:
+def test_the_score_of_sheet_includes_initial_matches_and_never_falls() -> None:
     with serving(Sheet().answer) as url:
         session = opened("sheet", url)
         session.reset(0)

@@ -39,7 +39,7 @@ def test_an_unknown_environment_lists_the_names() -> None:
         opened({"textcraft": "embedded", "minecraft": "embedded"})
 
 
-def test_an_environment_we_do_not_serve_says_which_are_embedded() -> None:
+def test_an_environment_without_embedded_server_is_an_error_that_lists_the_embedded_ones() -> None:
     with pytest.raises(ValueError, match=r"'webarena' has no embedded server.*babyai.*textcraft"):
         opened({"webarena": "embedded"})
 
@@ -51,7 +51,7 @@ def test_no_servers_and_no_number_of_servers_are_refused() -> None:
         opened({"textcraft": "embedded"}, servers_per_env=0)
 
 
-def test_what_is_no_url_is_refused() -> None:
+def test_invalid_urls_are_refused() -> None:
     with pytest.raises(ValueError, match="write http://HOST:PORT"):
         opened({"textcraft": ["gopher://hole"]})
 
@@ -99,6 +99,6 @@ def test_environments_with_the_same_items_everywhere_need_no_question() -> None:
 
 
 @pytest.mark.parametrize("urls", [5, None, [5], {"a": "b"}, [["http://a:1"]], [None]])
-def test_what_is_no_list_of_urls_is_refused(urls: object) -> None:
+def test_values_that_are_not_lists_of_urls_are_refused(urls: object) -> None:
     with pytest.raises(ValueError, match=r"maze: .* is not a list of URLs"):
         opened({"maze": urls})

@@ -99,6 +99,6 @@ def test_a_name_is_given_once_and_a_place_has_two_parts(doubling):
         ("doubling_game:NOT_A_SPEC", r"has no EnvironmentSpec 'NOT_A_SPEC'"),
     ],
 )
-def test_a_place_without_a_spec_says_what_is_missing(doubling, place, message):
+def test_a_location_without_a_spec_is_an_error_that_names_it(doubling, place, message):
     with pytest.raises(UnknownEnvironment, match=message):
         registry.load(place)

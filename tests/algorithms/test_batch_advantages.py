@@ -177,7 +177,7 @@ def test_episodes_that_lost_their_siblings_are_left_out_and_groups_without_signa
     assert [e.group_id for e in drop_uniform_groups(episodes)] == ["a", "a"]
 
 
-def test_gigpo_tells_apart_steps_from_the_same_state():
+def test_gigpo_distinguishes_steps_from_the_same_state():
     recipe = dataclasses.replace(RECIPES["gigpo"], kl_placement="none", kl_coef=0.0)
     result, _ = advantages([episode("g", 1.0), episode("g", 0.0)], recipe)
     good, bad = on_agent_tokens(result, "advantages")

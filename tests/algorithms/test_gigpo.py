@@ -69,7 +69,7 @@ def test_gigpo_mean_std_norm_matches_hand_calculation(variant):
     )
 
 
-def test_each_episode_counts_once_however_many_steps_it_took():
+def test_each_episode_counts_once_for_any_number_of_steps():
     # Three steps of score 1 against one step of score 0: the mean is 1/2, not 3/4.
     steps = gigpo.Steps(
         rewards=jnp.zeros((2, 3)),

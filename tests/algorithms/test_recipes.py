@@ -66,7 +66,7 @@ def test_the_recipes_are_all_there():
     }
 
 
-def test_recipes_say_what_they_need():
+def test_recipes_declare_their_inputs():
     def needing(attribute):
         return {name for name in recipes.RECIPES if getattr(RECIPES[name], attribute)}
 
@@ -157,7 +157,7 @@ def test_a_row_without_agent_tokens_does_not_shift_its_group():
     np.testing.assert_allclose(adv, [[-1, -1], [1, 0], [0, 0]])
 
 
-def test_ppo_whitens_gae_and_returns_what_the_critic_should_learn():
+def test_ppo_whitens_gae_and_returns_the_targets_of_the_critic():
     batch = random_batch(1)
     adv, returns = advantages_of("ppo", batch)
     mask = batch["mask"]

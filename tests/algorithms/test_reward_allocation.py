@@ -91,6 +91,6 @@ def test_rewards_sum_to_the_episodes_and_sit_on_agent_tokens(name, seed, gamma):
     np.testing.assert_allclose(token_rewards.sum(1), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_an_unknown_allocation_is_named_with_what_there_is():
+def test_the_error_for_an_unknown_allocation_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"unknown reward allocation 'first'.*\(known: last_token"):
         reward_allocation.allocate("first", MASK, TURNS, 1.0, 1.0)

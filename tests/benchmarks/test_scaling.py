@@ -25,14 +25,14 @@ def test_flops_per_device_fall_as_one_over_n(rows):
     assert [row["flops_ratio"] for row in rows] == pytest.approx([1, 1, 1], rel=0.05)
 
 
-def test_layers_exchange_what_theory_says(rows):
+def test_layers_exchange_the_expected_bytes(rows):
     assert rows[0]["collective_bytes"] == 0
     for row in rows[1:]:
         assert row["layer_collective_bytes"] > 0
         assert row["layer_collective_ratio"] == pytest.approx(1, rel=0.01)
 
 
-def test_the_head_and_the_embedding_add_no_more_than_theory_says(rows):
+def test_the_head_and_the_embedding_add_no_more_than_expected(rows):
     # Less where XLA gathers the head once for all micro-batches.
     for row in rows[1:]:
         assert 0.8 < row["collective_ratio"] < 1.05

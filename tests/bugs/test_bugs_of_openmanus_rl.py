@@ -54,7 +54,7 @@ def test_ppo_has_a_reference_and_its_kl_coefficient_is_the_one_that_was_set():
 
 @pytest.mark.bug("B8")
 @pytest.mark.parametrize(("lam", "wanted"), [(0.0, [0.0, 0.5]), (1.0, [0.5, 0.5])])
-def test_lam_is_read_by_the_name_it_is_set_by(lam, wanted):
+def test_lam_has_the_same_name_where_it_is_set_and_read(lam, wanted):
     recipe = make_recipe(AlgorithmSettings(recipe="ppo", lam=lam, gamma=1.0))
     adv, _ = compute_advantages(
         dataclasses.replace(recipe, whiten=False),

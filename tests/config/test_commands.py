@@ -99,7 +99,7 @@ def test_every_binding_is_read_by_the_engine_or_refused_with_its_reader(engine):
         )
 
 
-def test_what_nothing_reads_is_declared_unread():
+def test_unread_settings_are_declared():
     assert "data.overlong" not in READS["train"] and "data.overlong" in READS["sft"]
     assert "engine.max_steps" in unread_by_engine("vllm")
     assert "vllm.servers" in unread_by_engine("jax")
@@ -186,7 +186,7 @@ MAY_CHANGE = {
 }
 
 
-def test_what_is_learned_may_not_change_but_the_place_and_the_length_of_a_run_may():
+def test_only_settings_that_do_not_affect_learning_may_change_on_resume():
     for name in SETTINGS:
         changed = changed_settings("", f"{name} = 'something else'")
         assert bool(changed) == (name not in MAY_CHANGE), name

@@ -254,7 +254,7 @@ REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "openmanus_rl"
 
 @pytest.mark.bug("B17")
 @pytest.mark.parametrize("name", ["babyai-val", "textcraft-val", "weather-val"])
-def test_real_conversations_train_on_what_the_agent_said_and_nothing_else(name):
+def test_real_conversations_train_only_on_the_agents_turns(name):
     path = REAL / f"{name}.parquet"
     if not path.exists():
         pytest.skip(f"OpenManus-RL's {path.name} is not here")
@@ -293,7 +293,7 @@ def test_a_turn_cut_short_is_closed_for_it(chatml):
         )
 
 
-def test_the_opening_is_what_the_template_gives_in_one_go(chatml, llama3):
+def test_the_opening_equals_a_single_rendering_by_the_template(chatml, llama3):
     for tokenizer in (chatml, llama3):
         chat = [{"role": m.role, "content": m.content} for m in EPISODE[:3]]
         whole = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
@@ -333,7 +333,7 @@ def test_a_template_without_end_of_turn_token_is_an_error():
         ChatStream(byte_level(plain, ["</s>"], "</s>"))
 
 
-def test_what_a_template_refuses_is_passed_on():
+def test_errors_of_a_template_are_passed_on():
     strict = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(ChatTemplateError, match="System role not supported"):
         ChatStream(byte_level(strict, ["</s>"], "</s>"))

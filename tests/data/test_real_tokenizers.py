@@ -90,7 +90,7 @@ def test_tools_are_shown_and_calls_are_read_back(name: str) -> None:
     assert parse_tool_calls(trained.rpartition("</think>")[2]) == ("", (call,))
 
 
-def test_a_model_without_tools_or_thoughts_says_so() -> None:
+def test_templates_without_tools_or_thoughts_are_errors_that_say_so() -> None:
     gemma = tokenizer_of("gemma3")
     with pytest.raises(ChatTemplateError, match="does not show tools"):
         ChatStream(gemma).reply_role(TOOLS)

@@ -206,7 +206,7 @@ def test_a_seed_gives_other_tokens_at_other_places_and_the_same_again(engine_wit
     assert generate(engine, ids_of(1, 20), seed=-7, session="b", **how) != first
 
 
-def test_new_weights_recompute_what_is_in_flight(engine_with):
+def test_new_weights_recompute_streams_in_flight(engine_with):
     engine = engine_with(decode=Hook(lambda: engine.update_weights(params_of(1), 5), 16))
     engine.update_weights(params_of(0), 4)
     prompt = ids_of(1, 50)
@@ -340,7 +340,7 @@ def held(engine_with, **options):
     return engine, go, job
 
 
-def test_a_full_queue_is_an_error_and_what_waits_is_served(engine_with):
+def test_a_full_queue_is_an_error_and_waiting_requests_are_served(engine_with):
     engine, go, holder = held(engine_with, slots=1, queue_size=3)
     how = Sampling(temperature=0.0, max_tokens=4)
     futures = [engine.submit(Request(ids_of(n, 9), how, 0, str(n))) for n in range(3)]
@@ -425,7 +425,7 @@ def test_closing_fails_running_and_waiting_requests_and_refuses_new_ones(engine_
     engine.release("w")
 
 
-def test_an_engine_that_dies_says_why(engine_with):
+def test_the_reason_of_an_engine_failure_reaches_its_requests(engine_with):
     def fail():
         raise MemoryError("out of pages")
 

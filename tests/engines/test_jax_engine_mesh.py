@@ -83,7 +83,7 @@ def on_one_device():
     ("devices", "tensor", "pages"),
     [(1, 1, 20), (8, 2, None), (8, 4, 10)],
 )
-def test_pages_and_meshes_do_not_change_what_is_generated(devices, tensor, pages, on_one_device):
+def test_pages_and_meshes_do_not_change_generations(devices, tensor, pages, on_one_device):
     copies = devices // tensor
     tokens = None if pages is None else 128 * pages * copies
     made, metrics = played(devices=jax.devices()[:devices], tensor=tensor, cache_tokens=tokens)

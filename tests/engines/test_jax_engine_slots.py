@@ -22,7 +22,7 @@ def test_common_prefix_is_the_longest(first, second):
     assert common_prefix(first, second) == len(list(same))
 
 
-def test_a_session_finds_its_stream_again_and_pays_for_what_is_new():
+def test_a_session_reuses_its_stream_and_prefills_only_new_ids():
     table = SlotTable(2, min_shared=4)
     slot = filled(table.admit("a", [1, 2, 3], "job"))
     slot.ids += [4, 5]
@@ -98,7 +98,7 @@ def test_new_weights_empty_all_slots():
     st.integers(1, 6),
     st.integers(1, 9),
 )
-def test_pieces_cover_what_is_missing_in_order(lengths, rows, chunk):
+def test_pieces_cover_the_missing_ids_in_order(lengths, rows, chunk):
     table = SlotTable(5, min_shared=100)
     slots = [table.admit(str(n), [n] * length, 1) for n, length in enumerate(lengths)]
     pieces = prefill_pieces(slots, rows, chunk)

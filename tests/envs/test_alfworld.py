@@ -167,7 +167,7 @@ def write_data_set(root: Path) -> None:
         (path / "game.tw-pddl").write_text(json.dumps(data))
 
 
-def test_the_data_set_is_played_where_it_is_given(tmp_path, monkeypatch) -> None:
+def test_the_data_set_is_played_if_its_directory_is_given(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
     problem.cache_clear()
     assert "has no solvable game.tw-pddl files" in str(missing())

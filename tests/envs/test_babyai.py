@@ -140,7 +140,7 @@ def test_a_locked_door_needs_the_key_of_its_color() -> None:
     )
 
 
-def test_walks_are_as_short_as_a_slow_search_says() -> None:
+def test_walks_are_as_short_as_those_of_a_slow_search() -> None:
     level = new_level(item_of("GoToObjMazeS7", 3))
     headings = ((1, 0), (0, 1), (-1, 0), (0, -1))
     start = (*map(int, level.agent_pos), int(level.agent_dir))

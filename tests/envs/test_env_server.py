@@ -270,9 +270,7 @@ def test_a_bug_in_a_game_is_a_500_of_that_request_alone(
     assert client.ok("/step", {"id": 0, "action": "x"})["observation"] == "2:x"
 
 
-def test_a_game_that_fails_to_close_is_gone_all_the_same(
-    serve_app: AppServer, echo: type[Echo]
-) -> None:
+def test_a_game_that_fails_to_close_is_removed(serve_app: AppServer, echo: type[Echo]) -> None:
     client = Client(serve_app(build_app(spec_of("id", echo))))
     client.ok("/create")
     client.ok("/reset", {"id": 0, "data_idx": 9})
@@ -280,7 +278,7 @@ def test_a_game_that_fails_to_close_is_gone_all_the_same(
     assert client.get("/list_envs") == (200, [])
 
 
-def test_what_is_no_text_reaches_the_game_as_replacement_characters(
+def test_invalid_characters_reach_the_game_as_replacement_characters(
     serve_app: AppServer, echo: type[Echo]
 ) -> None:
     client = Client(serve_app(build_app(spec_of("id", echo, max_action=100))))

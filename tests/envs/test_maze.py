@@ -63,7 +63,7 @@ def test_the_51st_move_fails_with_minus_one() -> None:
         game.step("stay")
 
 
-def test_a_game_refuses_what_the_protocol_forbids() -> None:
+def test_a_game_refuses_calls_that_the_protocol_forbids() -> None:
     game = MazeGame()
     with pytest.raises(GameError, match="not been reset"):
         game.step("move up")

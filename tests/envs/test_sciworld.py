@@ -81,7 +81,7 @@ def test_a_launch_that_fails_gives_its_place_back() -> None:
             pool.lease()
 
 
-def test_what_is_missing_is_said_in_one_line_that_names_the_extra(
+def test_missing_requirements_are_one_line_that_names_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "")

@@ -33,7 +33,7 @@ Episode = list[tuple[str, float, int, bool]]
 """Observation, reward, score and done of the reset and of each step."""
 
 
-def test_the_hashes_are_fixed_whatever_options_java_is_given() -> None:
+def test_the_hashes_are_fixed_for_any_java_options() -> None:
     assert java_options("") == f"{MEMORY_OPTIONS} {SAME_HASHES}"
     assert java_options("-Xmx2g") == f"-Xmx2g {SAME_HASHES}"
     assert java_options(java_options("-Xmx2g")) == java_options("-Xmx2g")

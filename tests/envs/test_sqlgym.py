@@ -47,7 +47,7 @@ def test_the_observation_describes_the_schema_and_asks() -> None:
     assert schema.endswith("The product_id of purchase is the foreign key of id of product.")
 
 
-def test_any_query_with_the_right_rows_wins_however_it_is_written() -> None:
+def test_any_query_with_the_right_rows_wins() -> None:
     item = item_asking("How many products are there?")
     assert answer(item, "SELECT COUNT(*) FROM product") == ("[(40,)]", 1.0)
     assert answer(item, "select sum(1.0) as n from product p;") == ("[(40.0,)]", 1.0)

@@ -108,7 +108,7 @@ def test_a_generic_ingredient_takes_any_mix_of_its_kinds_but_not_its_own_name() 
     assert played[6] == ("Crafted 1 minecraft:crafting_table", 1, True)
 
 
-def test_a_game_refuses_what_the_protocol_forbids() -> None:
+def test_a_game_refuses_calls_that_the_protocol_forbids() -> None:
     game = TextCraft()
     with pytest.raises(GameError, match="not been reset"):
         game.step("inventory")
@@ -148,7 +148,7 @@ def test_the_book_has_no_circle_and_every_group_has_members_of_its_own() -> None
         assert len(members) == len(set(members)), f"ambiguous ingredients: {recipe.command}"
 
 
-def test_tasks_are_many_graded_and_show_what_their_plan_needs() -> None:
+def test_there_are_many_tasks_of_graded_difficulty_that_show_the_commands_of_their_plan() -> None:
     assert number_of_items() >= 500
     steps = [crafting_steps(item) for item in range(0, number_of_items(), 7)]
     assert {1, 2, 3, 4, 5, 6} <= set(steps)

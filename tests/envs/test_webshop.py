@@ -56,7 +56,7 @@ def test_the_instruction_reads_like_webshops() -> None:
         ({"kind": "herbal tea", "department": "grocery"}, {"color": "black"}, 0.0),
     ],
 )
-def test_the_score_is_the_share_of_what_is_right_times_the_kind(
+def test_the_score_is_the_share_of_matching_attributes_times_that_of_the_category(
     change: dict[str, object], chosen: dict[str, str], expected: float
 ) -> None:
     product = replace(SHIRT, **change)  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ def test_the_catalogue_is_large_and_its_codes_are_unique() -> None:
         assert len(product.options) >= 2 and product.price > 0
 
 
-def test_search_prefers_what_has_the_words_and_finds_a_title_first() -> None:
+def test_search_prefers_products_with_the_words_and_lists_an_exact_title_first() -> None:
     for product in products()[::97]:
         titles = [found.title for found in search(product.title)]
         assert product.title in titles[:3]
@@ -116,7 +116,7 @@ def test_a_visit_leads_through_the_pages_and_ends_with_a_purchase() -> None:
         shop.step("click[buy now]")
 
 
-def test_what_the_page_does_not_offer_changes_nothing() -> None:
+def test_actions_that_the_page_does_not_offer_have_no_effect() -> None:
     shop = WebShop()
     start = shop.reset(5)
     for action in (

@@ -66,7 +66,7 @@ def test_the_right_word_wins_at_once_and_each_guess_narrows_the_candidates() -> 
     assert (step.observation, step.reward, step.done) == ("g g g g g\n", 1, True)
 
 
-def test_a_game_refuses_what_the_protocol_forbids() -> None:
+def test_a_game_refuses_calls_that_the_protocol_forbids() -> None:
     game = Wordle()
     with pytest.raises(GameError, match="not been reset"):
         game.step("aroma")

@@ -27,7 +27,7 @@ def test_an_evaluation_set_is_always_the_same_and_a_larger_one_contains_it() -> 
     assert split_tasks("maze", "test", 1)[0].item_id == "maze_956"
 
 
-def test_an_evaluation_set_is_spread_over_what_items_are_sorted_by() -> None:
+def test_an_evaluation_set_is_spread_over_the_sort_order_of_items() -> None:
     levels = {task.item % 40 for task in split_tasks("babyai", "test", 100)}
     assert len(levels) > 25
     items = [task.item for task in split_tasks("textcraft", "test", 50)]
@@ -41,7 +41,7 @@ def test_an_evaluation_set_has_no_more_tasks_than_the_split() -> None:
     }
 
 
-def test_servers_of_others_are_played_over_their_range_of_items() -> None:
+def test_tasks_of_agentgyms_servers_cover_their_item_range() -> None:
     assert sorted(task.item for task in served_tasks("academia", "test", 50)) == list(range(20))
     with pytest.raises(ConfigError, match="webshop servers"):
         served_tasks("webshop", "test", 50)

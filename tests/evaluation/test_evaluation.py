@@ -143,7 +143,7 @@ def test_a_policy_that_played_nothing_has_no_numbers_but_its_failures() -> None:
 # The command, on real servers.
 
 
-def test_the_oracle_is_the_ceiling_and_chance_the_floor(
+def test_the_oracle_scores_highest_and_the_random_policy_lowest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evaluate.main(

@@ -124,7 +124,7 @@ def test_a_key_that_cannot_be_sent_is_refused(
     assert str(file) in message
 
 
-def test_a_missing_extra_says_what_to_install(
+def test_the_error_for_a_missing_extra_names_the_package_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "heavy_environment.py").write_text(
@@ -193,7 +193,7 @@ def test_it_ends_at_sigterm_although_a_step_never_returns(tmp_path: Path) -> Non
     assert process.wait(timeout=20) == 0
 
 
-def test_it_leaves_when_the_process_that_started_it_is_killed() -> None:
+def test_it_exits_when_the_process_that_started_it_is_killed() -> None:
     script = (
         "import os, subprocess, sys, time\n"
         "command = [sys.executable, '-m', 'envs.serve', 'maze', '--port', '0']\n"

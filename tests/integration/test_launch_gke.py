@@ -175,7 +175,7 @@ def test_no_name_is_left_to_be_filled_in():
         ({"tpus": "4"}, "unknown argument '--tpus'"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(options, message):
+def test_impossible_requests_are_refused_in_one_line(options, message):
     done = launch("--dry_run", **options)
     assert done.returncode == 2 and not done.stdout
     assert message in done.stderr and done.stderr.count("\n") == 1

@@ -161,7 +161,7 @@ def test_only_a_preempted_trainer_is_queued_again(cluster, code, requeued):
         assert (cluster / "scontrol").read_text() == "requeue 77\n"
 
 
-def test_the_signal_before_the_time_limit_reaches_the_learner_and_it_is_requeued(cluster):
+def test_the_signal_before_the_time_limit_reaches_the_learner_and_the_job_is_requeued(cluster):
     trainer(cluster, f"trap 'exit 143' TERM; touch {cluster}/ready; while :; do sleep 0.05; done")
     process = subprocess.Popen(command(cluster), env=environment(cluster))
     deadline = time.monotonic() + 60

@@ -181,7 +181,7 @@ echo "$@" >>{root}/sudo
 """
 
 
-def test_what_mounting_needs_is_installed_on_hosts_that_do_not_have_it(tmp_path):
+def test_packages_for_mounting_are_installed_on_hosts_that_lack_them(tmp_path):
     Cloud(tmp_path, "ACTIVE", "true")
     commands = tmp_path / "bin"
     (commands / "gcsfuse").rename(commands / "echo_mount")

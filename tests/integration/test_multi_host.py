@@ -37,7 +37,7 @@ def assert_learned_the_same(run_dir, whole):
     assert apart < 1e-5
 
 
-def test_two_processes_learn_what_one_does_and_write_everything_once(folder, whole):
+def test_two_processes_learn_the_same_as_one_and_write_everything_once(folder, whole):
     job = Job(2, folder / "two", *SCRATCH)
     assert job.end() == [0, 0], job.said(0) + job.said(1)
     assert_learned_the_same(job.run_dir, whole)
@@ -48,7 +48,7 @@ def test_two_processes_learn_what_one_does_and_write_everything_once(folder, who
     assert "sft 2/2" in job.said(0) and "sft 2/2" not in job.said(1)
 
 
-def test_four_processes_learn_what_one_does(folder, whole):
+def test_four_processes_learn_the_same_as_one(folder, whole):
     job = Job(4, folder / "four", model_of(whole))
     assert job.end() == [0] * 4, job.said(0) + job.said(1)
     assert_learned_the_same(job.run_dir, whole)

@@ -121,7 +121,7 @@ def test_an_embedded_server_that_hangs_is_replaced_and_the_episode_played() -> N
         assert pool.counters()["maze/failures/timeout"] >= 2
 
 
-def test_a_server_that_does_not_come_up_is_reported_with_what_it_wrote(
+def test_a_server_that_does_not_start_is_reported_with_its_output(
     supervisor: Callable[..., ServerSupervisor],
 ) -> None:
     with pytest.raises(ServerSetupError) as caught:

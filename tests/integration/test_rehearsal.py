@@ -53,6 +53,6 @@ def test_bad_arguments_are_one_line(arguments, message):
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_without_vllm_it_says_what_to_set():
+def test_without_vllm_the_error_names_the_variable_to_set():
     done = rehearse(MANUS_JAX_VLLM_PYTHON="")
     assert done.returncode == 2 and "set MANUS_JAX_VLLM_PYTHON" in done.stderr

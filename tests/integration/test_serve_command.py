@@ -63,7 +63,7 @@ def test_a_cpu_build_is_recognised_and_takes_whole_prompts(tmp_path):
     assert "--no-enable-chunked-prefill" in server_process.cpu_arguments(None)
 
 
-def test_the_command_is_vllms_server_with_what_learning_needs(tmp_path):
+def test_the_command_is_vllms_server_with_the_options_for_reinforcement_learning(tmp_path):
     model = snapshot(tmp_path)
     python = ("--python", str(recorder(tmp_path)))
     done = run(

@@ -166,7 +166,7 @@ def test_the_error_for_a_wrong_or_missing_key_says_where_to_set_it(root, servers
     assert said.endswith("give the key that it was started with in VLLM_API_KEY")
 
 
-def test_a_server_of_another_model_is_refused_with_what_differs(root, servers, monkeypatch):
+def test_a_server_of_another_model_is_refused_with_the_differences(root, servers, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     said = refused(root, servers[0], DEEPER)
     assert f"{servers[0].url} serves another model than the one that is trained" in said

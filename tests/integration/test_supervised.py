@@ -159,7 +159,7 @@ def test_mistakes_end_in_one_line_before_anything_is_written(tmp_path, data, cap
     assert not run_dir.exists()
 
 
-def test_a_run_directory_of_another_configuration_says_what_differs(
+def test_a_run_directory_with_another_configuration_is_an_error_that_lists_the_differences(
     tmp_path, data, capsys, monkeypatch
 ):
     sft.main(arguments(tmp_path / "run", data, "sft.total_steps = 1"))

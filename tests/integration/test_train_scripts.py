@@ -140,7 +140,7 @@ def fake_python(tmp_path, trainer):
 
 @pytest.mark.bug("B33")
 @pytest.mark.parametrize("code", [0, 7])
-def test_whatever_the_trainer_returns_is_returned(tmp_path, code):
+def test_the_exit_code_of_the_trainer_is_returned(tmp_path, code):
     done = subprocess.run(
         command(
             "grpo", "--env_name", "maze", "--base_port", free_ports(1), *TASKS, "--", "--flag=a b"

@@ -158,7 +158,7 @@ def test_servers_whose_items_are_others_are_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_if_half_of_the_episodes_fail_it_is_reported_and_the_others_are_trained_on(
+def test_failures_of_half_of_the_episodes_are_reported_and_the_others_are_trained_on(
     tmp_path, capsys, half_broken_maze
 ):
     more = (

@@ -133,7 +133,7 @@ def test_log_probs_are_those_of_the_distribution_that_is_sampled_from(trained, t
     )
 
 
-def test_a_seed_fixes_what_is_sampled(trained):
+def test_a_seed_determines_the_sample(trained):
     made = [trained.pool.submit(ask(seed=seed)).result(120).token_ids for seed in (3, 3, 4)]
     assert made[0] == made[1] != made[2]
 

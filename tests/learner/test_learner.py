@@ -61,7 +61,7 @@ def learner():
     return make_learner(2)
 
 
-def test_forward_gives_each_token_its_number_whatever_the_packing(learner):
+def test_forward_gives_each_token_its_value_for_any_packing(learner):
     together = learner.forward(make_batch(), "old_log_probs").batch["old_log_probs"]
     apart = learner.forward(make_batch(by="group_id"), "old_log_probs").batch["old_log_probs"]
     np.testing.assert_allclose(together, apart, atol=1e-5)

@@ -127,7 +127,7 @@ def test_settings_that_adafactor_does_not_read_are_an_error():
         OptimizerSettings(name="adafactor", b1=0.5)
 
 
-def test_only_options_that_leave_the_result_as_it_is_may_change_when_a_run_is_resumed():
+def test_only_options_that_do_not_change_the_result_may_change_on_resume():
     assert may_change("optimizer.state") and may_change("algorithm.reference")
     for name in ("optimizer.name", "optimizer.moment_dtype", "algorithm.reference_dtype"):
         assert not may_change(name)

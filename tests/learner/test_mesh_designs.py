@@ -55,7 +55,7 @@ def config(rows=8, length=1024, attention="plain", **mesh):
         ),
     ],
 )
-def test_what_does_not_divide_is_refused_for_policy_and_critic(settings, message):
+def test_sizes_that_do_not_divide_are_refused_for_policy_and_critic(settings, message):
     mesh = make_mesh(**dataclasses.asdict(settings.mesh))
     before = len(jax.live_arrays())
     with pytest.raises(MeshError, match=message):

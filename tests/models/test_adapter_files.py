@@ -131,7 +131,7 @@ def test_an_adapter_is_not_its_own_base(adapter, monkeypatch, base):
 @pytest.mark.parametrize(
     ("old", "new"), [("0000", "0001"), ("/base", "/bass"), ('"rank": 4', '"rank": 5'), ("{", "[")]
 )
-def test_damage_of_what_a_checkpoint_says_about_its_adapters_is_named_as_such(tmp_path, old, new):
+def test_damage_to_the_adapter_item_of_a_checkpoint_is_reported(tmp_path, old, new):
     huggingface.new_card(ARCH, None).save(tmp_path / "model")
     step = tmp_path / "checkpoints" / "3"
     (step / "lora").mkdir(parents=True)

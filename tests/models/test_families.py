@@ -218,7 +218,7 @@ def test_loss_and_gradients_on_eight_devices_equal_those_on_one(saved, case, siz
 
 @pytest.mark.parametrize("remat", ["attention", "minimal", "none"])
 @pytest.mark.parametrize("case", NEW)
-def test_what_is_kept_for_the_backward_pass_does_not_change_gradients(saved, case, remat):
+def test_remat_policies_do_not_change_gradients(saved, case, remat):
     params, card = huggingface.load_params(saved(case)[1])
 
     def gradient(remat):

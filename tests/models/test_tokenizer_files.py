@@ -72,7 +72,7 @@ def test_a_vocabulary_that_does_not_fit_the_model_is_refused(model, part, error)
         from_path(model)
 
 
-def test_a_tokenizer_that_does_not_decode_what_it_encodes_is_refused(model):
+def test_a_tokenizer_that_does_not_invert_its_encoding_is_refused(model):
     change(model / "tokenizer.json", decoder=None)
     with pytest.raises(ModelError, match=r"the tokenizer turns 'Go .* into 'G o"):
         from_path(model)

@@ -147,7 +147,7 @@ def test_bytes_follow_from_the_shape_of_the_result(line, kind, sent):
     assert by_kind(find_collectives(text, (), 4)) == {kind: (1, sent)}
 
 
-def test_what_hosts_carry_between_slices_counts_once():
+def test_traffic_between_slices_counts_once():
     text = """
 ENTRY %main (a: bf16[40]) -> token[] {
   %a = bf16[40]{0} parameter(0)

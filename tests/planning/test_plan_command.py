@@ -178,7 +178,7 @@ def test_state_is_moved_or_reduced_where_no_mesh_fits(
     assert note in capsys.readouterr().out
 
 
-def test_for_a_model_that_cannot_fit_the_error_says_how_many_chips_would_do(tmp_path, capsys):
+def test_a_model_that_cannot_fit_gets_the_number_of_chips_that_suffice(tmp_path, capsys):
     args = lambda *params: ("qwen2.5-32b", "lora.rank = 32", *params)
     made = planned(tmp_path, *arguments("cuda:1xL4", *args("data.rows = 1")))
     assert not made["fits"] and "nearest" not in made
@@ -197,7 +197,7 @@ def test_the_embedded_engine_takes_its_share_of_every_chip(tmp_path, tiny):
     assert made["updates"][0]["memory"]["resident"][name] == 2 * made["parameters"] + cache
 
 
-def test_the_share_of_gpu_memory_that_a_run_gives_to_jax_is_what_its_plan_may_use(tmp_path, tiny):
+def test_a_plan_uses_the_share_of_gpu_memory_that_the_run_gives_to_jax(tmp_path, tiny):
     usable = lambda *params: planned(tmp_path, *arguments("cuda:4x80GB", tiny, *params))["updates"][
         0
     ]["memory"]["usable"]

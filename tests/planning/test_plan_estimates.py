@@ -130,7 +130,7 @@ def test_full_remat_runs_all_products_but_the_last_again():
     assert estimates.executed_flops(workload(remat="minimal")) == minimal / chips
 
 
-def test_what_a_layer_keeps_of_a_token_follows_the_policy():
+def test_saved_activations_follow_the_remat_policy():
     kept = {
         remat: estimates.saved_per_token(workload(remat=remat))
         for remat in ("full", "attention", "minimal", "none")

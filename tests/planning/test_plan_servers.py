@@ -14,7 +14,7 @@ QWEN3_8B = find_architecture("qwen3-8b")
 
 
 @pytest.mark.parametrize("tensor_parallel, heads", [(1, 8), (2, 4), (16, 1)])
-def test_the_cache_gets_what_the_weights_leave(tensor_parallel, heads):
+def test_the_cache_gets_the_memory_besides_the_weights(tensor_parallel, heads):
     made = plan_servers(QWEN3_8B, 80 * GIB, 0.5, tensor_parallel, 2, 10_000)
     # 8,190,735,360 parameters in two bytes; keys and values of 36 layers with heads of 128. A GPU
     # has at least one of the eight heads.

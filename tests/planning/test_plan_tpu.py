@@ -108,7 +108,7 @@ def test_an_update_sends_hardly_more_than_fully_sharded_training_must(tmp_path):
     assert sent["all-reduce"] < 0.05 * theory
 
 
-def test_the_compilers_own_verdict_says_how_much_a_program_needs():
+def test_the_memory_in_the_compilers_error_is_reported():
     device = find_topology("v5e:2x2").devices[0]
     placed = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
     # 20 GiB in and as much out, where there are 15.75.

@@ -166,5 +166,5 @@ def test_metrics_without_episodes_and_older_runs_have_no_findings():
     assert Diagnostician([validation, old, {"step": 2, "rollout/episodes": 0.0}]).findings == []
 
 
-def test_every_diagnosis_names_a_setting_or_says_to_stop():
+def test_every_diagnosis_recommends_a_setting_or_stopping():
     assert all("." in d.remedy or "stop" in d.remedy for d in DIAGNOSES)

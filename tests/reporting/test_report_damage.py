@@ -98,7 +98,7 @@ def test_ids_outside_the_vocabulary_are_shown_as_numbers(run: Path) -> None:
     assert tokens[:2] == ["<-7>", "<1000000000>"] and len(tokens) > 2
 
 
-def test_what_could_not_be_read_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_files_are_listed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "metrics.jsonl").write_bytes(
         b'{"step": 1, "a": NaN, "b": 2}\n\x00\xff\n{"step": 1e999}\n'
     )

@@ -23,7 +23,7 @@ def test_a_run_gets_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "report.html" not in capsys.readouterr().out
 
 
-def test_a_failure_is_one_line_whatever_its_text(
+def test_a_failure_is_one_line_for_any_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report_of(tmp_path / "[/bold] gone")

@@ -36,7 +36,7 @@ def test_a_run_needs_no_config(tmp_path: Path) -> None:
     assert (read_run(tmp_path).config, read_run(tmp_path).metrics) == ("", ())
 
 
-def test_what_is_no_run_is_said(tmp_path: Path) -> None:
+def test_directories_without_a_run_are_errors(tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / "metrics.jsonl").write_text("")
     (tmp_path / "file").write_text("")

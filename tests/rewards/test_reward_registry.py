@@ -106,7 +106,7 @@ def test_a_function_that_raises_names_itself_and_the_episode() -> None:
         (Score(1.0, {}, (1.0,)), "it gave 1 turn scores for 2 turns"),
     ],
 )
-def test_what_is_no_finite_number_is_an_error_and_never_a_zero(result, what) -> None:
+def test_scores_that_are_not_finite_numbers_are_errors_and_never_zero(result, what) -> None:
     with pytest.raises(RewardError, match=f"'mine' failed on episode e: {what}"):
         compute(registered(result), "e", "", None, TURNS)
 

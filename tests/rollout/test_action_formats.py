@@ -319,7 +319,7 @@ def test_auto_is_the_environments_own_form() -> None:
     assert chosen["webarena"] == "fenced"
 
 
-def test_raw_sends_everything_and_asks_for_what_the_server_reads() -> None:
+def test_raw_sends_the_whole_text_and_describes_the_servers_format() -> None:
     raw = format_for(environment("weather"), "raw")
     assert raw.parse("whatever", "tool_call").action == "whatever"
     assert raw.instruction == FORMATS["react_tool"].instruction
@@ -340,7 +340,7 @@ def test_text_that_a_server_could_not_read_is_not_sent(name: str, text: str) -> 
     assert not FORMATS[name].parse(text, style).valid
 
 
-def test_unknown_and_unfitting_formats_say_what_there_is() -> None:
+def test_errors_for_unknown_and_unsuitable_formats_list_the_suitable_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown action format 'xml' \(known: auto, react, "):
         format_for(environment("maze"), "xml")
     with pytest.raises(

@@ -44,7 +44,7 @@ def test_the_oracle_wins_in_every_format(action_format: str, pool: EnvironmentPo
     assert all(outcome.segments == () for outcome in outcomes)
 
 
-def test_chance_plays_valid_actions_the_same_way_every_time(pool: EnvironmentPool) -> None:
+def test_the_random_policy_is_valid_and_reproducible(pool: EnvironmentPool) -> None:
     specs = [spec_of(f"{env}_{i}") for env in ("maze", "textcraft", "wordle") for i in (1, 2)]
     settings = RolloutSettings(max_turns=6)
 
@@ -59,7 +59,7 @@ def test_chance_plays_valid_actions_the_same_way_every_time(pool: EnvironmentPoo
 
 
 @pytest.mark.parametrize("env", sorted(ENVIRONMENTS))
-def test_chance_has_something_valid_to_say_in_every_environment(env: str) -> None:
+def test_the_random_policy_has_a_valid_action_in_every_environment(env: str) -> None:
     told = context(f"{env}_0")
     player = RandomPolicy().player(told)
     player.observe("Something is seen.")
@@ -67,7 +67,7 @@ def test_chance_has_something_valid_to_say_in_every_environment(env: str) -> Non
     assert all(told.action_format.parse(text, environment(env).action).valid for text in said)
 
 
-def test_chance_takes_its_actions_from_what_babyai_lists() -> None:
+def test_the_random_policy_uses_the_actions_that_babyai_lists() -> None:
     game = load("babyai").new_game()
     seen = game.reset(3)
     player = RandomPolicy().player(context("babyai_3"))
@@ -91,7 +91,7 @@ def test_environments_without_an_oracle_are_refused_with_those_that_have_one() -
     OraclePolicy().check("maze", RolloutSettings())
 
 
-def test_chance_searches_and_clicks_in_a_shop() -> None:
+def test_the_random_policy_searches_and_clicks_in_webshop() -> None:
     game = load("webshop").new_game()
     player = RandomPolicy().player(context("webshop_3"))
     wish = game.reset(3)
@@ -114,7 +114,7 @@ def recorded_steps(name: str) -> list[list[dict]]:
     return list(sessions.values())
 
 
-def test_chance_plays_only_what_alfworld_offered() -> None:
+def test_the_random_policy_uses_the_actions_that_alfworld_lists() -> None:
     played: set[str] = set()
     for session in recorded_steps("alfworld"):
         seen: list[str] = []
@@ -132,7 +132,7 @@ def test_chance_plays_only_what_alfworld_offered() -> None:
     assert verbs == {"go", "look", "inventory", "examine", "open", "take", "put"}
 
 
-def test_chance_clicks_only_on_what_the_real_shop_shows_as_buttons() -> None:
+def test_the_random_policy_clicks_only_buttons_of_the_recorded_shop() -> None:
     [session] = recorded_steps("webshop")
     seen, clicked = [], set()
     for answer in session[:-1]:

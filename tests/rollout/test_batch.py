@@ -90,7 +90,7 @@ def test_token_rewards_add_up_to_the_episodes_reward_on_agent_tokens(name: str) 
     assert sums == pytest.approx([t.episode_reward for t in batch], abs=1e-5)
 
 
-def test_a_row_per_segment_with_what_the_sampler_knew() -> None:
+def test_a_batch_has_a_row_per_segment_with_the_samplers_log_probs_and_versions() -> None:
     batch = to_batch([two_turns(), forked()], RewardAllocation()).batch
     assert batch["episode_ids"].tolist() == [0, 1, 1]
     sources = (*two_turns().segments, *forked().segments)
@@ -113,7 +113,7 @@ def test_batches_are_packed_by_the_learner_without_losing_reward() -> None:
 
 
 @pytest.mark.bug("B15")
-def test_a_batch_holds_every_turn_whatever_its_length() -> None:
+def test_a_batch_contains_turns_of_any_length() -> None:
     proto = to_batch([two_turns(), forked()], RewardAllocation("per_turn"), pad_id=12)
     assert len(proto) == 3
     ids = proto.batch["input_ids"]

@@ -35,7 +35,7 @@ def played(
 
 @pytest.mark.bug("B3", "B19", "B23")
 @pytest.mark.parametrize("item_id", ["maze_3", "textcraft_7", "wordle_11"])
-def test_what_is_trained_is_token_for_token_what_was_sampled(
+def test_trained_tokens_are_exactly_the_sampled_tokens(
     item_id: str, engine_of: EngineOf, pool: EnvironmentPool
 ) -> None:
     engine = engine_of(oracle())
@@ -69,7 +69,7 @@ def test_what_is_trained_is_token_for_token_what_was_sampled(
 
 
 @pytest.mark.bug("B19")
-def test_every_turn_is_trained_with_its_end_and_the_text_is_what_the_tokens_say(
+def test_every_turn_is_trained_with_its_end_token_and_its_text_is_that_of_the_tokens(
     engine_of: EngineOf, pool: EnvironmentPool
 ) -> None:
     engine = engine_of(oracle())
@@ -292,7 +292,7 @@ def test_seeds_depend_on_the_run_the_episode_and_the_turn_alone(
     assert all(0 <= seed < 2**31 for seed in many)
 
 
-def test_the_engine_is_asked_to_stop_where_a_turn_ends_and_for_what_was_set(
+def test_requests_have_the_stop_tokens_of_turns_and_the_sampling_settings(
     engine_of: EngineOf, pool: EnvironmentPool
 ) -> None:
     engine = engine_of(says(UP))

@@ -252,7 +252,7 @@ def test_the_key_of_another_episode_is_refused(
     assert len(kept.turns) == 1  # its own
 
 
-def test_an_overdue_program_is_dropped_and_what_it_asks_for_later_is_refused(
+def test_an_overdue_program_is_dropped_and_its_later_requests_are_refused(
     pool: EnvironmentPool, engine_of: Callable[..., ScriptedEngine]
 ) -> None:
     engine = engine_of(says("up"))

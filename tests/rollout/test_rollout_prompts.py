@@ -159,7 +159,7 @@ def test_a_long_text_is_cut_in_the_middle_and_says_how_much() -> None:
     assert cut_middle("", 0) == ""
 
 
-def test_what_memory_leaves_out_is_said() -> None:
+def test_a_note_replaces_the_turns_that_memory_omits() -> None:
     text = rejoined("the goal", 4, "the newest")
     assert text.startswith("the goal\n\n[4 earlier turns are left out here.")
     assert text.endswith("\n\nthe newest")

@@ -127,7 +127,7 @@ def test_the_engine_gets_the_requests_of_all_episodes_at_once(
 
 
 @pytest.mark.bug("B27")
-def test_what_an_episode_samples_does_not_depend_on_the_others(
+def test_samples_of_an_episode_do_not_depend_on_other_episodes(
     engine_of: EngineOf, pool: EnvironmentPool
 ) -> None:
     specs = [spec_of(f"maze_{item}") for item in range(6)]
@@ -222,7 +222,7 @@ def is_free(pool: EnvironmentPool) -> bool:
         return one.id != other.id
 
 
-def test_a_stop_ends_what_runs_and_what_waits_and_gives_everything_back(
+def test_a_stop_cancels_running_and_waiting_episodes_and_releases_their_resources(
     chat_tokenizer, narrow_pool: EnvironmentPool
 ) -> None:
     stop = threading.Event()
@@ -236,7 +236,9 @@ def test_a_stop_ends_what_runs_and_what_waits_and_gives_everything_back(
     assert is_free(narrow_pool)
 
 
-def test_what_ended_before_a_stop_is_kept(engine_of: EngineOf, pool: EnvironmentPool) -> None:
+def test_episodes_that_ended_before_a_stop_are_kept(
+    engine_of: EngineOf, pool: EnvironmentPool
+) -> None:
     stop = threading.Event()
     perfect = oracle()
 
@@ -332,7 +334,7 @@ def test_a_template_that_refuses_the_layout_is_refused_before_anything_is_played
         ([spec_of("maze_3")], {"action_format": "react_tool"}, "does not fit maze"),
     ],
 )
-def test_what_cannot_be_played_is_refused_before_anything_is(
+def test_unplayable_specs_are_refused_before_any_episode_starts(
     specs, changes, what, engine_of: EngineOf, pool: EnvironmentPool
 ) -> None:
     engine = engine_of(says(""))

@@ -44,7 +44,7 @@ def test_a_function_that_raises_names_itself_and_the_episode() -> None:
         score_episode(dataclasses.replace(two_turns(), spec=spec), RewardSettings("f1"))
 
 
-def test_an_episode_that_cannot_be_scored_is_dropped_or_raised_as_the_caller_says() -> None:
+def test_on_error_determines_whether_an_episode_without_score_is_dropped_or_raises() -> None:
     broken = dataclasses.replace(two_turns("b").spec.task, ground_truth=None)
     spec = dataclasses.replace(two_turns("b").spec, task=broken)
     outcomes = [two_turns("a"), dataclasses.replace(two_turns("b"), spec=spec), FAILED]

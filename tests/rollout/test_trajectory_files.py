@@ -33,7 +33,7 @@ def same(ours: Outcome, theirs: Outcome) -> bool:
     return all(getattr(ours, name) == getattr(theirs, name) for name in rest)
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_written_trajectories_are_read_back(tmp_path: Path) -> None:
     scored = dataclasses.replace(
         two_turns(), score=Score(0.5, {"env": 0.5}, (0.25, 0.25)), attempts=2, prompts_extended=1
     )
@@ -119,6 +119,6 @@ def test_advantages_of_the_learned_episodes_stand_beside_the_log_probs(tmp_path:
 @pytest.mark.parametrize(
     "line", ["", "{", "[]", "7", '{"uid": "x", "turns": [1]}', b"\xff{}", "[" * 10**5]
 )
-def test_what_is_no_episode_is_a_value_error(line: str | bytes) -> None:
+def test_lines_that_are_not_episodes_are_value_errors(line: str | bytes) -> None:
     with pytest.raises(ValueError):
         parse_episode(line)

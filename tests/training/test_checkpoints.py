@@ -143,7 +143,7 @@ def find_params(root, step):
     return (root / str(step) / "params" / "_METADATA").exists()
 
 
-def test_places_without_a_checkpoint_say_what_was_expected(tmp_path):
+def test_paths_without_a_checkpoint_are_errors_that_describe_one(tmp_path):
     with pytest.raises(CheckpointError, match="contains no checkpoint: expected a run directory"):
         find_checkpoint(tmp_path)
     (tmp_path / "checkpoints" / "4" / "params").mkdir(parents=True)

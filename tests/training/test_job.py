@@ -203,7 +203,7 @@ def run_two(mode):
 
 
 @pytest.mark.slow
-def test_what_process_0_makes_reaches_all():
+def test_the_result_of_process_0_reaches_all():
     codes, errors = run_two("share")
     assert codes == [0, 0], errors
 

@@ -47,7 +47,7 @@ def test_where_the_servers_are_and_how_long_it_runs_may_change(tmp_path, old, ne
     ("old", "new", "named"),
     [("'maze',)", "'wordle',)", "env.names"), ("group_size = 8", "group_size = 4", "group_size")],
 )
-def test_what_is_learned_may_not(tmp_path, old, new, named):
+def test_settings_that_affect_learning_may_not(tmp_path, old, new, named):
     RunDirectory(tmp_path / "run", CONFIG)
     with pytest.raises(RunDirectoryError, match=named):
         RunDirectory(tmp_path / "run", CONFIG.replace(old, new))

@@ -116,7 +116,7 @@ def test_a_server_with_another_base_is_refused(server, tmp_path, other):
         Run(server, tmp_path)
 
 
-def test_servers_that_do_not_take_such_adapters_are_refused_with_what_works(server, tmp_path):
+def test_servers_that_cannot_take_the_adapters_are_refused_with_a_remedy(server, tmp_path):
     settings = dataclasses.replace(SETTINGS, urls=(server.url,), weights_dir=str(tmp_path / "own"))
     check = lambda rank: check_servers(settings, 64, None, rank)
     check(8)

@@ -165,7 +165,7 @@ time.sleep(600)
 
 
 @pytest.mark.slow
-def test_a_server_that_will_not_end_goes_all_the_same_when_its_trainer_is_killed(tmp_path):
+def test_a_hanging_server_is_killed_with_its_trainer(tmp_path):
     snapshot(tmp_path)
     python = recorder(tmp_path, _STUBBORN)
     command = [sys.executable, "-c", _TRAINER, str(tmp_path), str(python)]

@@ -171,7 +171,7 @@ def test_new_weights_are_loaded_by_every_server_in_the_right_order(pool, servers
         assert fetched < server.calls.index("/pause")
 
 
-def test_a_generation_in_flight_over_an_update_says_which_weights_made_what(pool, servers):
+def test_a_generation_during_an_update_has_the_version_of_each_token(pool, servers):
     for server in servers:
         server.gate.clear()
     future = pool.submit(ask())

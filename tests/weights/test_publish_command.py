@@ -44,7 +44,7 @@ def test_a_run_is_followed_from_checkpoint_to_checkpoint(tmp_path):
     mirror.close()
 
 
-def test_the_command_says_what_it_published_and_does_it_once(tmp_path, capsys):
+def test_the_command_prints_each_version_and_publishes_it_once(tmp_path, capsys):
     run, to = tmp_path / "run", tmp_path / "weights"
     save_step(run, 2, model())
     main([str(run), "--to", str(to)])
@@ -128,7 +128,7 @@ def test_a_mistake_is_one_line(tmp_path):
     assert str(to) in ended.stderr
 
 
-def test_servers_are_brought_to_what_is_published(tmp_path):
+def test_servers_load_published_versions(tmp_path):
     run, to = tmp_path / "run", tmp_path / "weights"
     servers = [LoopbackServer(tmp_path) for _ in range(2)]
     for server in servers:

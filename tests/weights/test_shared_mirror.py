@@ -119,7 +119,7 @@ def test_a_file_removed_by_a_cleaner_is_made_again(root, scratch, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_killed_server_leaves_is_removed_by_the_next_one(root, scratch, tmp_path):
+def test_leftovers_of_a_killed_server_are_removed_by_the_next_one(root, scratch, tmp_path):
     code = """
 import os, signal, sys
 from pathlib import Path

@@ -53,7 +53,7 @@ def publisher(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 8, 1)])
-def test_a_snapshot_is_what_convert_writes_whatever_the_mesh(publisher, tmp_path, sizes):
+def test_a_snapshot_equals_the_output_of_convert_on_any_mesh(publisher, tmp_path, sizes):
     params = model()
     _, shapes = abstract_model(Transformer, ARCH, Compute())
     placed = jax.device_put(params, param_shardings(shapes, make_mesh(*sizes)))
@@ -106,7 +106,7 @@ def test_only_changed_tensors_are_named(publisher, mirror):
     assert mirror.advance(publisher.root, 1) == frozenset()
 
 
-def test_old_versions_go_but_for_what_a_late_joiner_needs(publisher, mirror, tmp_path):
+def test_old_versions_are_removed_except_those_that_a_new_server_needs(publisher, mirror, tmp_path):
     params = model()
     for number in range(8):  # snapshots are 0, 3 and 6
         params = changed(params, 0.01, number)
@@ -130,7 +130,7 @@ def test_a_restarted_publisher_continues_with_deltas(publisher, mirror, tmp_path
     again.close()
 
 
-def test_a_run_that_went_back_replaces_what_it_had_published(publisher, mirror, tmp_path):
+def test_a_run_that_resumes_earlier_replaces_its_published_versions(publisher, mirror, tmp_path):
     params = model()
     for number in range(3):
         publisher.publish(changed(params, 0.1, number), number)
