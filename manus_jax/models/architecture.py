@@ -328,6 +328,25 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
     return read_json_object(directory / "config.json")
 
 
+def check_format(path: Path) -> None:
+    """Raises ModelError, with a remedy, if the weights are in a format that is not read here."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    if any(file.suffix == ".safetensors" for file in files):
+        return
+    gguf = next((file for file in files if file.suffix == ".gguf"), None)
+    other = next((file for file in files if file.suffix in (".bin", ".pt", ".pth")), None)
+    if gguf is None and (other is None or not (path / "config.json").is_file()):
+        return
+    directory = path if path.is_dir() else path.parent
+    source = f"'{directory}'" + (f", gguf_file='{gguf.name}'" if gguf is not None else "")
+    raise ModelError(
+        f"{gguf or other} is not in the safetensors format: use the model's safetensors "
+        f'repository, or convert it where torch is installed: python -c "from transformers import '
+        f"AutoModelForCausalLM as M, AutoTokenizer as T; [x.from_pretrained({source})"
+        f".save_pretrained('{directory}-safetensors') for x in (M, T)]\""
+    )
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())

@@ -35,6 +35,7 @@ from manus_jax.files import (
 from manus_jax.models.architecture import (
     Architecture,
     ModelError,
+    check_format,
     from_hf_config,
     read_hf_config,
     read_json_object,
@@ -239,25 +240,6 @@ class _Reader:
         with safe_open(self.directory / self.files[name], framework="numpy") as handle:
             tensor = handle.get_slice(name)[index] if index else handle.get_tensor(name)
         return _finite(tensor, name)
-
-
-def check_format(path: Path) -> None:
-    """Raises ModelError, with a remedy, if the weights are in a format that is not read here."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    if any(file.suffix == ".safetensors" for file in files):
-        return
-    gguf = next((file for file in files if file.suffix == ".gguf"), None)
-    other = next((file for file in files if file.suffix in (".bin", ".pt", ".pth")), None)
-    if gguf is None and (other is None or not (path / "config.json").is_file()):
-        return
-    directory = path if path.is_dir() else path.parent
-    source = f"'{directory}'" + (f", gguf_file='{gguf.name}'" if gguf is not None else "")
-    raise ModelError(
-        f"{gguf or other} is not in the safetensors format: use the model's safetensors "
-        f'repository, or convert it where torch is installed: python -c "from transformers import '
-        f"AutoModelForCausalLM as M, AutoTokenizer as T; [x.from_pretrained({source})"
-        f".save_pretrained('{directory}-safetensors') for x in (M, T)]\""
-    )
 
 
 def read_card(directory: Path) -> ModelCard:

@@ -19,7 +19,7 @@ from manus_jax.config.settings import ScratchSettings
 from manus_jax.data.chat import ChatStream, ChatTemplateError, Message, train_tokenizer
 from manus_jax.models import adapter_files, huggingface, orbax_params
 from manus_jax.models.adapter_files import Adaptation
-from manus_jax.models.architecture import Architecture, ModelError
+from manus_jax.models.architecture import Architecture, ModelError, check_format
 from manus_jax.models.families import FAMILIES
 from manus_jax.models.huggingface import ModelCard
 from manus_jax.models.lora import merged_params, split
@@ -128,7 +128,7 @@ def from_path(path: Path, adapters: tuple[Path, ...] = ()) -> PolicySource:
     if (resolved := path.resolve()) in adapters:
         raise ModelError(f"the adapter {path} has itself as its base model")
     above = (*adapters, resolved)
-    huggingface.check_format(path)
+    check_format(path)
     if (path / "config.json").is_file():
         if jax.process_index() == 0:
             huggingface.verify_model(path)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from manus_jax.engines.protocol import EngineError
 from manus_jax.files import CHECKSUMS, verify_checksums
+from manus_jax.models.architecture import check_format
 from manus_jax.servers.launch import adopt_orphans, die_with_parent, end_children
 from manus_jax.vllm.access import KEY_VARIABLE, MIDDLEWARE
 from manus_jax.vllm.addresses import AddressError, check_address_file, register, unregister
@@ -45,7 +46,7 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM allocates
 MAX_LORA_RANK = _LORA_RANKS[-1]
 _ADAPTERS = 4  # that may be in use at once; a fifth waits
 _MODEL_FILES = {
-    "weights": ("*.safetensors", "*.bin"),
+    "weights": ("*.safetensors",),
     "tokenizer": ("tokenizer*", "vocab*"),
 }
 _PROBE_SECONDS = 120.0  # a first look at an interpreter on a network drive is slow
@@ -62,6 +63,7 @@ def model_directory(path: Path, max_length: int | None) -> Path:
 
     Raises WeightsError for a model that vLLM cannot load with that many tokens.
     """
+    check_format(path)
     numbers = reversed(published_versions(path))
     snapshots = (version_directory(path, number) / SNAPSHOT for number in numbers)
     complete = (snapshot for snapshot in snapshots if (snapshot / CHECKSUMS).exists())

@@ -16,6 +16,7 @@ import pytest
 from free_ports import free_pair
 from recording_python import HEALTHY, calls, recorder, snapshot
 
+from manus_jax.models.architecture import ModelError
 from manus_jax.vllm import access as vllm_access
 from manus_jax.vllm import server_process
 from manus_jax.vllm.access import AccessError, KeyedRoutes, check_host, read_api_key
@@ -154,8 +155,13 @@ def test_models_that_vllm_cannot_load_are_refused(tmp_path):
     with pytest.raises(WeightsError, match="contains no tokenizer"):
         server_process.model_directory(model, None)
     (model / "model.safetensors").unlink()
-    with pytest.raises(WeightsError, match=r"contains no weights \(\*\.safetensors"):
+    with pytest.raises(WeightsError, match=r"contains no weights \(\*\.safetensors\)"):
         server_process.model_directory(model, None)
+    for name in ("pytorch_model.bin", "model.gguf"):
+        (model / name).touch()
+        with pytest.raises(ModelError, match=rf"{name} is not in the safetensors format.*convert"):
+            server_process.model_directory(model, None)
+        (model / name).unlink()
     for text in ("{", "[]", "{}", "[" * 100_000):
         (model / "config.json").write_text(text)
         with pytest.raises(WeightsError, match=r"config\.json is not the config of a model"):
