@@ -17,6 +17,7 @@ from manus_jax import evaluate, plan, sft, traces, train
 from manus_jax.agentgym.table import ENVIRONMENTS
 from manus_jax.config.binding import ConfigError
 from manus_jax.learner.mesh import check_batch, make_mesh
+from manus_jax.planning import report as planning_report
 from manus_jax.rewards import RewardSettings
 from manus_jax.rollout.build_rollout import check_play
 from manus_jax.training.learner_specs import make_recipe
@@ -31,7 +32,7 @@ WORK = {
     "sft": (sft.supervised, "run"),
     "evaluate": (evaluate.comparison, "run"),
     "traces": (traces, "write_traces"),
-    "plan": (plan, "make_plan"),
+    "plan": (planning_report, "make_plan"),
 }
 
 
