@@ -7,12 +7,15 @@ environment solved, and at most 1.
 """
 
 import ast
+import contextlib
 import functools
 import importlib
 import inspect
 import json
+import random
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -208,30 +211,41 @@ def _textarena(identifier: str, arguments: dict[str, Any], not_gymnasium: str) -
     return lambda: TextArenaGame(make()), client, ()
 
 
+_RANDOM = threading.Lock()
+
+
 class TextArenaGame:
-    """One game for one player."""
+    """One game for one player.
+
+    TextArena's games draw from Python's global generator. Each game gets a state of its own, so
+    that it depends on its item and actions, and not on what other sessions play meanwhile.
+    """
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
+        self._random: Any = None
         self._seen: str | None = None
         self._done = False
 
     def reset(self, item: int) -> str:
-        self._environment.reset(num_players=1, seed=item)
-        self._done = False
-        self._seen = self._observed()
+        self._random, self._done = random.Random(item).getstate(), False
+        with self._own_random():
+            self._environment.reset(num_players=1, seed=item)
+            self._seen = self._observed()
         return self._seen
 
     def step(self, action: str) -> Step:
         if self._seen is None or self._done:
             raise GameError("Reset before the next step.")
-        ended, _ = self._environment.step(action)
-        self._done, reward = bool(ended), 0.0
-        self._seen = self._observed()
-        if self._done:
-            rewards, infos = self._environment.close()
-            reward = float(rewards[0])
-            self._seen = str(infos[0].get("reason", self._seen))
+        reward = 0.0
+        with self._own_random():
+            ended, _ = self._environment.step(action)
+            self._done = bool(ended)
+            self._seen = self._observed()
+            if self._done:
+                rewards, infos = self._environment.close()
+                reward = float(rewards[0])
+                self._seen = str(infos[0].get("reason", self._seen))
         return Step(self._seen, reward, self._done)
 
     def observation(self) -> str:
@@ -246,3 +260,14 @@ class TextArenaGame:
         """The messages since the last action, but not the agent's own."""
         _, messages = self._environment.get_observation()
         return "\n".join(str(text) for sender, text, *_ in messages if sender != 0)
+
+    @contextlib.contextmanager
+    def _own_random(self) -> Iterator[None]:
+        with _RANDOM:
+            outside = random.getstate()
+            random.setstate(self._random)
+            try:
+                yield
+            finally:
+                self._random = random.getstate()
+                random.setstate(outside)

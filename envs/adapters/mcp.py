@@ -12,10 +12,11 @@ import json
 import re
 import shlex
 import shutil
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TextIO
 
 from envs.adapters.adapted_game import require_package
 from envs.game import ClientTool, ClientView, EnvironmentSpec, GameError, Step
@@ -37,9 +38,15 @@ def adapted(command: str) -> EnvironmentSpec:
         raise UnknownEnvironment(f"mcp:{command} is not a command: {error}") from None
     if not words or shutil.which(words[0]) is None:
         raise UnknownEnvironment(f"mcp:{command}: there is no program {''.join(words[:1])!r}")
-    server = _Server(words)
-    tools = server.tools
-    server.close()
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        try:
+            server = _Server(words, errors)
+        except UnknownEnvironment as error:
+            errors.seek(0)
+            last = errors.read().strip().rpartition("\n")[2][-300:]
+            raise UnknownEnvironment(f"{error}; it wrote: {last}" if last else str(error)) from None
+        tools = server.tools
+        server.close()
     if not tools or FINISH in tools:
         problem = "has a tool 'finish', which ends an episode here" if tools else "has no tools"
         raise UnknownEnvironment(f"mcp:{command}: the server {problem}")
@@ -130,14 +137,15 @@ class McpGame:
 
 
 class _Server:
-    """A running server. `tools` are those that it has, by names that are words."""
+    """A running server. `tools` are those that it has, by names that are words. It writes its
+    errors to a file, or nowhere."""
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, words: Sequence[str], errors: TextIO | None = None) -> None:
         self.tools: dict[str, ClientTool] = {}
         self._names: dict[str, str] = {}
         self._calls: asyncio.Queue[tuple[str, Any, Future[str]] | None] = asyncio.Queue()
         self._ready: Future[None] = Future()
-        self._run = asyncio.run_coroutine_threadsafe(self._serve(words), _loop())
+        self._run = asyncio.run_coroutine_threadsafe(self._serve(words, errors), _loop())
         try:
             self._ready.result(START_SECONDS)
         except Exception as error:  # whatever the client raises
@@ -146,6 +154,8 @@ class _Server:
             while isinstance(cause, BaseExceptionGroup):  # of the client's tasks
                 cause = cause.exceptions[0]
             reason = " ".join(f"{type(cause).__name__}: {cause}".split())
+            if isinstance(cause, TimeoutError):
+                reason = f"no answer within {START_SECONDS:g} s"
             raise UnknownEnvironment(
                 f"mcp:{shlex.join(words)}: the server does not start: {reason}"
             ) from error
@@ -162,15 +172,15 @@ class _Server:
     def close(self) -> None:
         _loop().call_soon_threadsafe(self._calls.put_nowait, None)
 
-    async def _serve(self, words: Sequence[str]) -> None:
+    async def _serve(self, words: Sequence[str], errors: TextIO | None) -> None:
         from mcp import ClientSession, StdioServerParameters, stdio_client
 
         try:
             # The contexts must be left by the task that entered them.
             parameters = StdioServerParameters(command=words[0], args=[*words[1:]])
-            with open("/dev/null", "w", encoding="utf-8") as errors:
+            with open("/dev/null", "w", encoding="utf-8") as nowhere:
                 async with (
-                    stdio_client(parameters, errlog=errors) as streams,
+                    stdio_client(parameters, errlog=errors or nowhere) as streams,
                     ClientSession(*streams) as session,
                 ):
                     await session.initialize()

@@ -86,7 +86,7 @@ def test_actions_of_other_spaces_are_json() -> None:
     ("name", "problem"),
     [
         ("gym:NoSuchLake-v1", "NoSuchLake-v1"),
-        ("gym:FrozenLake-v0", "Please use `FrozenLake-v1` instead"),
+        ("gym:CliffWalking-v0", "Please use `CliffWalking-v1` instead"),
         ("gym:no_such_module:Lake-v0", "No module named 'no_such_module'"),
         ("gym:FrozenLake-v1?is_slipery=False", "is_slipery"),
         ("gym:FrozenLake-v1?map_name=7x7", "cannot be made: KeyError"),
@@ -108,6 +108,7 @@ def test_an_environment_without_a_usable_name_is_one_line(name: str, problem: st
         ("openenv:file:///dev/zero", "websockets", "write openenv:http://HOST:PORT"),
         ("mcp:python 'tools.py", "mcp", "is not a command: No closing quotation"),
         ("mcp:true", "mcp", "the server does not start: (?!.*ExceptionGroup)"),
+        ("mcp:python none.py", "mcp", "does not start: .*; it wrote: python: can't open file"),
     ],
 )
 def test_an_environment_that_cannot_be_reached_is_one_line(

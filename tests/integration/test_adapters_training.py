@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -82,6 +83,25 @@ def test_a_game_of_textarena_is_won(tmp_path: Path) -> None:
         assert "Congratulations" in result.observation
     with pytest.raises(Exception, match="number of players has to be 2"):
         load("gym:TicTacToe-v0")
+
+
+def test_a_game_of_textarena_depends_on_its_item_and_actions_only() -> None:
+    pytest.importorskip("textarena", reason="needs the extra 'textarena'")
+    spec = load("gym:2048-v0")  # where the numbers appear is random, in every turn
+    moves = ("[left]", "[up]", "[right]", "[down]")
+    random.seed(1)
+    expected = random.random()
+    random.seed(1)
+    alone, one, other = (spec.new_game() for _ in range(3))
+    played = [alone.reset(3)] + [alone.step(move).observation for move in moves]
+    assert len({*played}) == len(played)
+    interleaved = [one.reset(3)]
+    other.reset(4)
+    for move in moves:
+        interleaved.append(one.step(move).observation)
+        other.step(move)
+    assert interleaved == played
+    assert random.random() == expected  # of this process
 
 
 MCP = f"mcp:{sys.executable} {SUPPORT / 'mcp_tools.py'}"
