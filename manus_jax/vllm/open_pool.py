@@ -69,23 +69,15 @@ def open_vllm(
             raise EngineError("vllm.router_replay is set, and vLLM returns experts on GPUs only")
     api_key = read_api_key(None)
     resources = contextlib.ExitStack()
-    try:
-        publisher: Publisher | AdapterPublisher | None = None
-        first, served, rank = None, Path(), None
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(resources.close)
+        root, publisher, first = Path(), None, None
         if settings.push:
             assert card is not None
             root = _weights_root(settings, resources)
-            if isinstance(params, AdapterWeights):
-                served, rank = params.base, params.adaptation.lora.rank
-                publisher = AdapterPublisher(root / "adapters", card, params.adaptation)
-            else:
-                served = root / "versions"
-                publisher = Publisher(
-                    served, card, snapshot_every=settings.snapshot_every, background=True
-                )
+            publisher = _open_publisher(card, params, settings, root)
             resources.callback(publisher.close)
-            first = publisher.publish(params, 0)
-            assert first is not None
+            first = publisher.publish(params, 0).identity
         follower = None
         if settings.address_file is not None:
             urls = _await_addresses(Path(settings.address_file), settings.patience)
@@ -95,12 +87,14 @@ def open_vllm(
             urls = list(settings.urls)
         else:
             assert publisher is not None
+            served, rank = publisher.root, None
+            if isinstance(params, AdapterWeights):
+                served, rank = params.base, params.adaptation.lora.rank
+                check_base(served)
             api_key = secrets.token_urlsafe(32)
             logs = root / "logs"
             if settings.weights_dir is None:
                 logs = Path(tempfile.mkdtemp(prefix="manus-jax-vllm-logs-"))
-            if rank is not None:
-                check_base(served)
             supervisor = supervise(settings, served, slots, dtype, max_length, logs, api_key, rank)
             if settings.weights_dir is None:
                 resources.callback(_remove_logs, logs, supervisor)
@@ -111,24 +105,28 @@ def open_vllm(
             max_length,
             settings,
             publisher=publisher,
-            target=None if first is None else first.identity,
+            target=first,
             model=None if card is None else card.architecture,
             dtype=dtype,
             api_key=api_key,
             resources=resources,
         )
+        on_failure.callback(pool.close)
         resources.enter_context(STATUS.serving("vllm", pool.problems))
-    except BaseException:
-        resources.close()
-        raise
-    try:
         pool.await_service()
-    except BaseException:
-        pool.close()
-        raise
-    if follower is not None:
-        follower.start(pool.add_server, pool.remove_server)
+        if follower is not None:
+            follower.start(pool.add_server, pool.remove_server)
+        on_failure.pop_all()
     return pool
+
+
+def _open_publisher(
+    card: ModelCard, params: Any, settings: VllmSettings, root: Path
+) -> Publisher | AdapterPublisher:
+    if isinstance(params, AdapterWeights):
+        return AdapterPublisher(root / "adapters", card, params.adaptation)
+    every = settings.snapshot_every
+    return Publisher(root / "versions", card, snapshot_every=every, background=True)
 
 
 def check_base(base: Path) -> None:
