@@ -77,15 +77,18 @@ def gather_to_host(
         merged = isinstance(array, MergedArray)
         dtype = (types or {}).get(names, jnp.dtype(jnp.float32) if merged else array.dtype)
         if "layers" not in names:
-            whole = np.asarray(_replicate(array.sharding, False, dtype)(array, 0))
-            return whole if keep else None
+            return receive(_replicate(array.sharding, False, dtype)(array, 0))
         result = np.empty(array.shape, dtype) if keep else None
         for layer in range(array.shape[0]):
             source = array.layer(layer) if merged else array
-            piece = np.asarray(_replicate(source.sharding, not merged, dtype)(source, layer))
+            piece = receive(_replicate(source.sharding, not merged, dtype)(source, layer))
             if result is not None:
                 result[layer] = piece
         return result
+
+    def receive(gathered: jax.Array) -> np.ndarray | None:
+        gathered.block_until_ready()  # hosts that do not keep it need not fetch it
+        return np.asarray(gathered) if keep else None
 
     return jax.tree_util.tree_map_with_path(gather, params)
 

@@ -17,7 +17,7 @@ from manus_jax.config.commands import read_train_config
 from manus_jax.learner.mesh import batch_shards, check_batch, check_model, make_mesh
 from manus_jax.models.attention import pick_implementation
 from manus_jax.planning.architectures import find_architecture
-from manus_jax.rollout.build_rollout import check_play, with_engine_settings
+from manus_jax.rollout.build_rollout import check_play, embedded_decoder, with_engine_settings
 from manus_jax.rollout.strategies.registry import StrategyError, declared
 from manus_jax.training.learner_specs import make_recipe
 from manus_jax.training.run_checks import check_sizes
@@ -30,7 +30,8 @@ PUBLISHED = sorted((ROOT / "configs" / "published").glob("*.gin"))
 # The only settings that hardware files set, by binding or by group.
 OF_HARDWARE = {
     *("mesh", "vllm", "compute.remat", "data.rows", "data.max_length"),
-    *("engine.name", "engine.slots", "rollout.max_in_flight", "algorithm.reference"),
+    *("engine.name", "engine.slots", "engine.cache_tokens"),
+    *("rollout.max_in_flight", "algorithm.reference"),
 }
 
 
@@ -124,8 +125,12 @@ def test_published_recipes_run_on_it_with_their_models(path, hardware):
 def test_the_models_divide_over_its_devices(hardware, model):
     mesh = mesh_of(hardware)
     kernel = pick_implementation(mesh.devices.flat[0].platform)
-    check_model(find_architecture(model), mesh, kernel)
+    arch, config = find_architecture(model), composed("textcraft", "grpo", hardware)
+    check_model(arch, mesh, kernel)
     assert mesh.devices.size == len(HARDWARE[hardware][0]())
+    if config.engine.name == "jax":  # its cache is bounded by tokens
+        layout = embedded_decoder(config.engine, arch, config.data.max_length, mesh).layout
+        assert layout.pages * layout.page_length * layout.copies == config.engine.cache_tokens
 
 
 @pytest.mark.parametrize("hardware", HARDWARE)

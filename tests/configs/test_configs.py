@@ -130,7 +130,8 @@ def test_the_first_of_four_chips_holds_its_share_of_a_model_of_seven_billion(env
     held = learned + params * 4 / 4 * recipe.needs_reference
     copies = 2 * params * 2  # the engine's old and new weights during an update
     a_token = 28 * 4 * 128 * 2 * 2  # keys and values in bfloat16
-    cache = config.engine.slots * config.rollout.max_total_tokens * a_token
+    assert config.engine.cache_tokens
+    cache = config.engine.cache_tokens / 4 * a_token
     assert held + copies + cache < 95e9
     assert config.rollout.max_in_flight <= config.engine.slots
 

@@ -63,8 +63,9 @@ def test_a_command_has_settings_that_the_program_accepts(page, command, shown):
         with_engine_settings(READERS[command]([str(ROOT / file) for file in files], params))
 
 
-# Programs of this project, wherever a page shows them: in a fence of any language, in an indented
-# block or inline. Words that stand for a value are capitals, "..." or in brackets.
+# Programs of this project, wherever a page or the header of a config shows them: in a fence of any
+# language, in an indented block or inline. Words that stand for a value are capitals, "..." or in
+# brackets.
 PROGRAMS = re.compile(
     r"(?:^|[\s`(])(?:python -m ((?:manus_jax|envs)\.\w+)|(scripts/\w+\.sh)"
     r"|(?:python )?((?:benchmarks|scripts)/\w+\.py))([^\n`#&|]*)"
@@ -72,8 +73,9 @@ PROGRAMS = re.compile(
 
 
 def shown_programs():
-    for page in PAGES:
-        text = re.sub(r"\s*\\\n\s*", " ", page.read_text())
+    for page in (*PAGES, *sorted((ROOT / "configs").rglob("*.gin"))):
+        text = re.sub(r"^# ", "", page.read_text(), flags=re.MULTILINE)  # the header of a config
+        text = re.sub(r"\s*\\\n\s*", " ", text)
         for match in PROGRAMS.finditer(text):
             yield str(page.relative_to(ROOT)), match[1] or match[2] or match[3], match[4]
 
