@@ -7,7 +7,7 @@ the same thread, which holds back newer versions until it ends; the newest repla
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import jax
@@ -19,87 +19,52 @@ T = TypeVar("T")
 class EngineWeights:
     """`update(params, version)` gives weights to the engine; it is called in the thread.
 
-    An error there is raised by the next call of any method.
+    An error there is raised by the next call of `publish`, `wait` or `run_frozen`.
     """
 
     def __init__(self, update: Callable[[Any, int], None]) -> None:
         self._update = update
-        # Guards everything below; changes are notified.
-        self._changed = threading.Condition()
+        self._thread = ThreadPoolExecutor(1, "weights")
+        self._updating = threading.Lock()
         self._waiting: tuple[Any, int] | None = None
-        self._work: Callable[[], None] | None = None
-        self._updating = False
-        self._closed = False
+        self._taken: Future[None] | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
-        self._thread.start()
 
     def publish(self, params: Any, version: int) -> None:
         """Copies the parameters, because the next update donates them, and returns."""
-        with self._changed:
-            self._wait_for(lambda: not self._updating)
+        with self._updating:
+            self._check()
             self._waiting = None  # before the copy: there are never two of them
         copy = jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, params)
-        with self._changed:
-            self._waiting = copy, version
-            self._changed.notify_all()
+        self._waiting = copy, version
+        self._taken = self._thread.submit(self._take)
 
     def wait(self) -> None:
         """Waits until the engine has the newest weights."""
-        with self._changed:
-            self._wait_for(lambda: self._waiting is None and not self._updating)
+        if self._taken is not None:
+            self._taken.result()
+        self._check()
 
     def run_frozen(self, work: Callable[[], T]) -> "Future[T]":
         """Runs `work` with the newest weights, which do not change until it ends."""
-        result: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(work())
-            except BaseException as error:  # raised where the result is read
-                result.set_exception(error)
-
-        with self._changed:
-            self._wait_for(
-                lambda: self._waiting is None and not self._updating and self._work is None
-            )
-            self._work = run
-            self._changed.notify_all()
-        return result
+        self.wait()
+        return self._thread.submit(work)
 
     def close(self) -> None:
         """Ends the thread after its current work; waiting weights are dropped."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
+        self._thread.shutdown(cancel_futures=True)
 
-    def _wait_for(self, condition: Callable[[], bool]) -> None:
-        self._changed.wait_for(lambda: self._error is not None or condition())
+    def _take(self) -> None:
+        """Gives the newest weights to the engine, unless an earlier call already has."""
+        with self._updating:
+            waiting, self._waiting = self._waiting, None
+            if waiting is None or self._error is not None:
+                return
+            try:
+                self._update(*waiting)
+            except BaseException as error:  # the learner's next call raises it
+                self._error = error
+
+    def _check(self) -> None:
         if self._error is not None:
             raise self._error
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._work or self._waiting)
-                if self._closed:
-                    return
-                work, waiting = self._work, None
-                if work is None:
-                    waiting, self._waiting = self._waiting, None
-                    self._updating = True
-            try:
-                if work is not None:
-                    work()
-                elif waiting is not None:
-                    self._update(*waiting)
-            except BaseException as error:  # the learner's next call raises it
-                with self._changed:
-                    self._error = error
-            waiting = None  # frees the copy
-            with self._changed:
-                if work is not None:
-                    self._work = None
-                self._updating = False
-                self._changed.notify_all()
