@@ -13,6 +13,7 @@ import io
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -85,14 +86,17 @@ def test_a_block_is_read_by_the_tests_that_it_names(guide, test, monkeypatch):
 @functools.cache
 def options_of(program, *action):
     """What the help of a script, of a module's `main`, or of one of its actions lists."""
-    if "/" in program:
-        interpreter = [sys.executable] if program.endswith(".py") else []
-        command = [*interpreter, str(ROOT / program), "--help"]
-        text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    if program.endswith(".sh"):
+        text = subprocess.run([ROOT / program, "--help"], capture_output=True, text=True).stdout
     else:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as leaving:
-            importlib.import_module(program).main([*action, "--help"])
+            if program.endswith(".py"):
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(sys, "argv", [program, "--help"])
+                    runpy.run_path(str(ROOT / program), run_name="__main__")
+            else:
+                importlib.import_module(program).main([*action, "--help"])
         assert leaving.value.code == 0
         text = printed.getvalue()
     return set(re.findall(r"--[a-z](?:[a-z_-]*[a-z])?", text))
