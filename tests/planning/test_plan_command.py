@@ -46,7 +46,7 @@ def test_a_plan_for_gpus_is_lowered_with_its_kernel_and_estimated(tmp_path, tiny
     assert beside["critic parameters"] == critic["memory"]["parameters"]
     assert beside["critic optimizer"] == critic["memory"]["optimizer"]
     assert "estimated, not compiled" in text and "No compiler" in text
-    assert "the compiler took 0.75 to 1.2 times" in " ".join(text.split()) and "may fit" in text
+    assert "the compiler took 0.75 to 1.4 times" in " ".join(text.split()) and "may fit" in text
     # Residents of a forward pass: everything but the parameters that it reads.
     programs = {p["name"]: p for p in made["programs"]}
     assert list(programs) == [
