@@ -21,7 +21,7 @@ from manus_jax.reporting.run_data import ReportError, RunData, read_run
 
 COLUMNS = (
     *("config", "environment", "recipe", "seeds", "measure", "before", "after", "gain"),
-    *("oracle", "random", "episodes", "minutes", "peak memory"),
+    *("oracle", "random", "episodes", "processor minutes", "peak memory"),
 )
 MEASURES = {"success": "success_rate", "score": "score"}
 _IN_TRAINING = {"success": "episode/success_rate", "score": "episode/env_reward"}
@@ -133,7 +133,7 @@ def table_of(groups: Sequence[Group]) -> list[list[str]]:
         metrics = [run.metrics for run in group.runs]
         costs = [
             _interval([_sum(lines, "rollout/episodes") for lines in metrics], ",.0f"),
-            _interval([_minutes(lines) for lines in metrics], ".1f"),
+            _interval([_largest(lines, "perf/processor_minutes") for lines in metrics], ".1f"),
             _interval([_largest(lines, "perf/max_memory_gb") for lines in metrics], ".1f", " GB"),
         ]
         seeds = ", ".join(run.bindings.get("train.seed", "–") for run in group.runs)
@@ -195,12 +195,6 @@ def _sum(lines: Sequence[Mapping[str, float]], name: str) -> float | None:
 
 def _largest(lines: Sequence[Mapping[str, float]], name: str) -> float | None:
     return max((line[name] for line in lines if name in line), default=None)
-
-
-def _minutes(lines: Sequence[Mapping[str, float]]) -> float | None:
-    """Of the whole run; runs of older versions recorded only the time of the steps."""
-    whole, steps = _largest(lines, "perf/minutes"), _sum(lines, "timing_s/step")
-    return steps / 60 if whole is None and steps is not None else whole
 
 
 def markdown_of(table: Sequence[Sequence[str]]) -> str:

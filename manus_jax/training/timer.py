@@ -1,5 +1,5 @@
 """Measures the time of each phase of a step, which is also visible in a profile, and what a run
-costs: minutes and memory. Profiles single steps."""
+costs: time and memory. Profiles single steps."""
 
 import contextlib
 import resource
@@ -56,20 +56,20 @@ def profiled(step: int, steps: Collection[int], run: Path) -> Iterator[None]:
 
 
 class RunCosts:
-    """Minutes and peak memory of a run, over all its starts; `past` are its metrics so far."""
+    """Time and peak memory of a run, over all its starts; `past` are its metrics so far."""
 
     def __init__(self, past: Sequence[Mapping[str, float]]) -> None:
-        last = past[-1] if past else {}
-        self._minutes = last.get("perf/minutes", 0.0)
-        self._memory = last.get("perf/max_memory_gb", 0.0)
+        self._past = past[-1] if past else {}
 
     def metrics(self) -> dict[str, float]:
-        """Minutes include the start of the process and the warm start."""
-        minutes = self._minutes + (time.time() - STATUS.began) / 60
-        return {
-            "perf/minutes": minutes,
-            "perf/max_memory_gb": max(self._memory, _peak_bytes() / 1e9),
+        """Times include the start of the process and the warm start, but not other processes."""
+        taken = {
+            "perf/minutes": (time.time() - STATUS.began) / 60,
+            "perf/processor_minutes": time.process_time() / 60,
         }
+        sums = {name: self._past.get(name, 0.0) + value for name, value in taken.items()}
+        memory = max(self._past.get("perf/max_memory_gb", 0.0), _peak_bytes() / 1e9)
+        return {**sums, "perf/max_memory_gb": memory}
 
 
 def _peak_bytes() -> float:

@@ -1,4 +1,4 @@
-"""Minutes and memory of a run, continued when it is resumed."""
+"""Time and memory of a run, continued when it is resumed."""
 
 import resource
 
@@ -12,10 +12,15 @@ from manus_jax.training.timer import RunCosts
 def test_minutes_of_a_resumed_run_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     now = STATUS.began + 90
     monkeypatch.setattr("time.time", lambda: now)
-    assert RunCosts([]).metrics()["perf/minutes"] == pytest.approx(1.5)
-    past = [{"step": 1, "perf/minutes": 2.0}, {"step": 2, "perf/minutes": 4.0}]
-    assert RunCosts(past).metrics()["perf/minutes"] == pytest.approx(5.5)
-    assert RunCosts([{"step": 1}]).metrics()["perf/minutes"] == pytest.approx(1.5)
+    monkeypatch.setattr("time.process_time", lambda: 30.0)
+    whole, processor = "perf/minutes", "perf/processor_minutes"
+    costs = RunCosts([]).metrics()
+    assert (costs[whole], costs[processor]) == pytest.approx((1.5, 0.5))
+    past = [{"step": 1, whole: 2.0, processor: 1.0}, {"step": 2, whole: 4.0, processor: 3.0}]
+    costs = RunCosts(past).metrics()
+    assert (costs[whole], costs[processor]) == pytest.approx((5.5, 3.5))
+    costs = RunCosts([{"step": 1}]).metrics()
+    assert (costs[whole], costs[processor]) == pytest.approx((1.5, 0.5))
 
 
 @pytest.mark.slow
