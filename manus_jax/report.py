@@ -53,13 +53,17 @@ def main(arguments: list[str]) -> None:
         parser.error("--markdown is the table of --compare")
     if args.images and not args.markdown:
         parser.error("--images are those of --markdown")
+    if args.out and _is_other_file(args.out, ".html", ".htm"):
+        parser.error(f"--out {args.out} would replace a file that is not HTML")
     if args.compare:
         page = args.out or Path(COMPARISON)
         real = [run.expanduser().resolve() for run in args.run_dirs]
         if twice := next((run for run in real if real.count(run) > 1), None):
             parser.error(f"{twice} is given twice; a comparison would count it twice")
         table = args.markdown
-        if table and (table.resolve() == page.resolve() or _is_other_file(table)):
+        if table and (
+            table.resolve() == page.resolve() or _is_other_file(table, ".md", ".markdown")
+        ):
             parser.error(f"--markdown {table} would replace a file that is not Markdown")
         for path in write_comparison(args.run_dirs, page, args.markdown, args.images):
             print(f"wrote {path}")
@@ -73,8 +77,8 @@ def main(arguments: list[str]) -> None:
     print(f"wrote {write_report(run, args.out, _warn)}")
 
 
-def _is_other_file(path: Path) -> bool:
-    return path.exists() and path.suffix.lower() not in (".md", ".markdown")
+def _is_other_file(path: Path, *suffixes: str) -> bool:
+    return path.expanduser().exists() and path.suffix.lower() not in suffixes
 
 
 def _warn(problem: str) -> None:

@@ -37,8 +37,8 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument(
         "--min_reward",
-        type=command.number(float, at_least=-1e6, at_most=1e6),
-        help="keep episodes with this reward or more; without it, successes",
+        type=command.number(float, at_least=-1e6, at_most=1),
+        help="keep episodes with this reward or more (1 is the best); without it, successes",
     )
     args = parser.parse_args(arguments)
     if args.out.suffix != ".parquet":

@@ -107,13 +107,13 @@ def check_length(source: PolicySource, length: int, name: str) -> None:
 
 
 def require_path(path: Path) -> None:
-    """Raises ModelError if there is nothing at `model.path` on this host."""
+    """Raises ModelError if this host has no model at `path`."""
     path = path.expanduser()
     if not path.exists():
         start = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise ModelError(
-            f"model.path {path} does not exist{start} on the host {socket.gethostname()}: put the "
-            "model there, or set model.path to a directory that every host can read"
+            f"the model {path} does not exist{start} on the host {socket.gethostname()}: put it "
+            "there, or name a directory that every host can read"
         )
 
 

@@ -33,8 +33,6 @@ def write_report(
     """
     run = run.expanduser()
     out = run / "report.html" if out is None else out.expanduser()
-    if out.suffix not in (".html", ".htm") and out.exists():
-        raise ReportError(f"{out} exists and is not an HTML file; choose another --out")
     data = report_data(run)
     for problem in data["run"]["problems"]:
         warn(problem)

@@ -457,6 +457,8 @@ ARGUMENTS: dict[str, list[list[str]]] = {
         *(["maze", "--n", "1", "--out", o] for o in ("", "file/x", "directory", "a\0b", LONG)),
         *(["maze", "--n", n, "--out", "t.parquet"] for n in ("\u0661", "1_0", " 1")),
         *(["maze", "--n", "1", "--out", "t.json"], [*TRACES, "--n", "2"]),
+        *([*TRACES, "--min_reward", x] for x in ("1.5", "nan", "-1e9", "much")),
+        *([*TRACES, "--attempts", n] for n in ("0", "1001", "2.0")),
         *([*TRACES, "--split", "val"], [*TRACES, "--split", ""], [*TRACES, "--splt=train"]),
         *([*TRACES, "--seed", n] for n in ("-1", "x", "1.5", "4294967296")),
     ],

@@ -146,7 +146,7 @@ def test_mistakes_end_in_one_line_before_anything_is_written(tmp_path, data, cap
     no_scratch = [p for p in SMALL if not p.startswith("scratch")]
     args = [*no_scratch, *data, f"sft.run_dir = '{run_dir}'", "model.path = 'nowhere'"]
     text = error_of(capsys, monkeypatch, *(f"--gin_param={p}" for p in args))
-    assert "model.path nowhere does not exist" in text
+    assert "the model nowhere does not exist" in text
     assert "scratch.vocab_size is set, but sft with model.path does not read it" in error(
         "model.path = 'nowhere'"
     )

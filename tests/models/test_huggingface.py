@@ -68,10 +68,10 @@ def test_a_model_path_that_is_not_there_names_the_host_and_the_working_directory
     monkeypatch.chdir(tmp_path)
     host = re.escape(socket.gethostname())
     where = re.escape(str(tmp_path))
-    there = rf"^model.path models/none does not exist in {where} on the host {host}:"
+    there = rf"^the model models/none does not exist in {where} on the host {host}:"
     with pytest.raises(ModelError, match=there):
         loading.require_path(Path("models/none"))
-    with pytest.raises(ModelError, match=rf"none does not exist on the host {host}: put the model"):
+    with pytest.raises(ModelError, match=rf"none does not exist on the host {host}: put it there"):
         loading.from_path(tmp_path / "none")
 
 

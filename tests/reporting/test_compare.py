@@ -185,6 +185,8 @@ def test_the_config_of_a_run_starts_with_its_command() -> None:
         (["--compare", "RUN", "EMPTY"], "has no metrics to compare"),
         (["--compare", "RUN", "nowhere"], "nowhere does not exist"),
         (["--compare", "RUN", "run"], "run is given twice; a comparison"),
+        (["RUN", "--out=run/metrics.jsonl"], "replace a file that is not HTML"),
+        (["--compare", "RUN", "--out=run/metrics.jsonl"], "replace a file that is not HTML"),
         (["--compare", "RUN", "--markdown=run/config.gin"], "replace a file that is not Markdown"),
         (["--compare", "RUN", "--out=x.html", "--markdown=x.html"], "would replace a file"),
     ],

@@ -10,7 +10,6 @@ from report_runs import NASTY, Outline, nasty_run, new_run, played, small_run
 
 from manus_jax import command, report
 from manus_jax.reporting.page import report_data, script_safe_json, write_report
-from manus_jax.reporting.run_data import ReportError
 from manus_jax.rollout.trajectory_files import write_trajectories
 
 
@@ -32,14 +31,6 @@ def test_the_page_holds_the_data_as_it_is(tmp_path: Path) -> None:
     assert (data["axes"][axis], values) == ([1, 2, 3], [0.0125, 0.025, 0.0375])
     assert (data["run"]["step"], data["run"]["total_steps"]) == (3, 40)
     assert (data["run"]["episodes"], data["run"]["seconds"]) == (6, 9.75)
-
-
-def test_a_report_never_replaces_a_file_of_the_run(tmp_path: Path) -> None:
-    small_run(tmp_path, range(1, 4))
-    metrics = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(ReportError, match="is not an HTML file"):
-        write_report(tmp_path, tmp_path / "metrics.jsonl")
-    assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
 
 
 def test_texts_of_a_run_never_become_markup(tmp_path: Path) -> None:
