@@ -158,14 +158,9 @@ def write_checksums(directory: Path) -> None:
 def verify_checksums(directory: Path) -> None:
     """Raises DamagedError unless SHA256SUMS exists and every file that it lists is unchanged."""
     path = directory / CHECKSUMS
-    try:
-        text = read_text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        problem = "is missing" if isinstance(error, FileNotFoundError) else f"is damaged: {error}"
-        raise DamagedError(f"{path} {problem}") from None
-    lines = text.split("\n")[1:-1]
+    lines = checked_lines(path)
     names = [line[66:] for line in lines]
-    if text != _with_own_checksum(lines) or any(_leaves(name) for name in names):
+    if any(_leaves(name) for name in names):
         raise DamagedError(f"{path} is damaged")
     try:
         found = _checksums(directory, names, sync=False).split("\n")[1:-1]
@@ -192,9 +187,23 @@ def _checksums(directory: Path, names: Sequence[str], sync: bool) -> str:
 
     with ThreadPoolExecutor(_THREADS, "checksums") as threads:
         digests = list(threads.map(digest, names))
-    return _with_own_checksum([f"{d}  {n}" for d, n in zip(digests, names, strict=True)])
+    return with_own_checksum([f"{d}  {n}" for d, n in zip(digests, names, strict=True)])
 
 
-def _with_own_checksum(lines: Sequence[str]) -> str:
+def checked_lines(path: Path) -> list[str]:
+    """The lines of a file that was written `with_own_checksum`; DamagedError if it has changed."""
+    try:
+        text = read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        problem = "is missing" if isinstance(error, FileNotFoundError) else f"is damaged: {error}"
+        raise DamagedError(f"{path} {problem}") from None
+    lines = text.split("\n")[1:-1]
+    if text != with_own_checksum(lines):
+        raise DamagedError(f"{path} is damaged")
+    return lines
+
+
+def with_own_checksum(lines: Sequence[str]) -> str:
+    """A text of lines after a first one with their checksum."""
     body = "".join(f"{line}\n" for line in lines)
     return f"# {hashlib.sha256(body.encode()).hexdigest()}\n{body}"

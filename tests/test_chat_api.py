@@ -172,7 +172,7 @@ def test_traces_leave_out_an_episode_that_the_api_refuses(tmp_path, caplog) -> N
         flags = ["maze", "--n", "3", "--out", str(file), "--policy", f"openai:m@{url}"]
         traces([*flags, "--min_reward", "-1"])
     assert len(pq.read_table(file)) == 3
-    [line] = [r.getMessage() for r in caplog.records if "is dropped" in r.getMessage()]
+    [line] = [r.getMessage() for r in caplog.records if "dropped" in r.getMessage()]
     assert "content filter" in line
     with (
         chatting(lambda messages: Reply("no", 400)) as url,

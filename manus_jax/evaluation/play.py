@@ -113,9 +113,10 @@ def evaluate_policy(
 ) -> EvaluationResult:
     """Plays the evaluation set and calls `on_done(index, outcome)` after every episode.
 
-    Episodes are cancelled when `stop` is set.
+    Episodes are cancelled when `stop` is set. The caller must call `check_played`.
     """
-    outcomes = run_episodes(eval_set.specs(), agent, pool, settings, on_done, stop)
+    specs = eval_set.specs()
+    outcomes = run_episodes(specs, agent, pool, settings, on_done, stop, caller_raises=True)
     return summarize_by_env(outcomes, eval_set.samples)
 
 

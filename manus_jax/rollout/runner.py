@@ -11,7 +11,6 @@ import queue
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -54,6 +53,7 @@ def run_episodes(
     settings: RolloutSettings,
     on_done: OnDone | None = None,
     stop: threading.Event | None = None,
+    caller_raises: bool = False,
 ) -> list[Outcome]:
     """Plays all episodes and returns their outcomes in the order of `specs`.
 
@@ -61,8 +61,9 @@ def run_episodes(
 
     When `stop` is set, episodes in flight are cancelled, their environments are released, and
     unfinished episodes become FailedEpisode "cancelled". Ctrl-C and exceptions in `on_done` also
-    cancel the episodes and are then re-raised. Raises ValueError for specs that cannot be played,
-    before any episode starts.
+    cancel the episodes and are then re-raised. `caller_raises`: if no episode can be played, the
+    caller raises an error that says why, so it is not logged as well. Raises ValueError for specs
+    that cannot be played, before any episode starts.
     """
     check_specs(specs, agent, pool, settings)
     run = _Run(specs, agent, pool, settings)
@@ -72,7 +73,7 @@ def run_episodes(
     except BaseException:
         run.cancel()
         raise
-    return run.outcomes()
+    return run.outcomes(caller_raises)
 
 
 def check_specs(
@@ -151,14 +152,16 @@ class _Run:
                 return
             self._outcomes[index] = outcomes
 
-    def outcomes(self) -> list[Outcome]:
-        self._failures.report()
-        return [
+    def outcomes(self, caller_raises: bool) -> list[Outcome]:
+        outcomes = [
             outcome
             for index, spec in enumerate(self._specs)
             for outcome in self._outcomes.get(index)
             or [FailedEpisode(spec, "cancelled", "the run was cancelled")]
         ]
+        if trajectories(outcomes) or not caller_raises:
+            self._failures.report()
+        return outcomes
 
     def _work(self, index: int) -> None:
         self._begun.add(index)
@@ -174,28 +177,34 @@ class _Run:
 
 
 class FailureLog:
-    """Logs the first failure of each kind and counts the others; thread-safe."""
+    """Counts failed episodes, and logs those of the same kind as one line; thread-safe.
+
+    The status of the run has the first of each kind at once.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: Counter[tuple[str, ...]] = Counter()
+        self._failed: dict[tuple[str, ...], list[FailedEpisode]] = {}
 
-    def is_new(self, failed: FailedEpisode, *reason: str) -> bool:
-        """Whether no episode has failed like this before; the others are only counted."""
+    def add(self, failed: FailedEpisode, *reason: str) -> bool:
+        """Returns whether no episode has failed like this since the last report."""
         if failed.kind == "cancelled":
             return False
         with self._lock:
-            key = (str(failed.spec.task.env), failed.kind, *reason)
-            self._counts[key] += 1
-            return self._counts[key] == 1
+            same = self._failed.setdefault((str(failed.spec.task.env), failed.kind, *reason), [])
+            same.append(failed)
+            first = len(same) == 1
+        if first:
+            STATUS.note_error(f"{failed.spec.uid} ({failed.kind}): {failed.error}")
+        return first
 
     def report(self) -> None:
-        """Logs how many failures were only counted, and starts anew."""
+        """Logs the failures since the last report."""
         with self._lock:
-            counts, self._counts = self._counts, Counter()
-        for (env, kind, *_), count in counts.items():
-            if count > 1:
-                _log.warning("%d more episodes of %s are dropped (%s)", count - 1, env, kind)
+            failed, self._failed = self._failed, {}
+        for (env, kind, *_), episodes in failed.items():
+            count = f"{len(episodes)} episode{'s' * (len(episodes) > 1)}"
+            _log.warning("%s of %s dropped (%s): %s", count, env, kind, episodes[0].error)
 
 
 def play_safely(
@@ -213,16 +222,15 @@ def play_safely(
     try:
         with SLOTS.member():
             outcomes = play_spec(spec, RolloutContext(agent, pool, settings, cancellation))
-        for failed in outcomes:
-            if isinstance(failed, FailedEpisode) and failures.is_new(failed):
-                uid, kind = failed.spec.uid, failed.kind
-                _log.warning("episode %s is dropped (%s): %s", uid, kind, failed.error)
+        for outcome in outcomes:
+            if isinstance(outcome, FailedEpisode):
+                failures.add(outcome)
     except BaseException as error:  # including SystemExit: the caller waits for an outcome
         where = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{type(error).__name__}: {error} (in {where.name})"
         failed = FailedEpisode(spec, "error", message)
         outcomes = [failed]
-        if failures.is_new(failed, type(error).__name__, where.name):
+        if failures.add(failed, type(error).__name__, where.name):
             _log.exception("episode %s failed", spec.uid)
     for outcome in outcomes:
         _add_to_timeline(outcome, began)

@@ -24,8 +24,10 @@ from manus_jax.files import (
     CHECKSUMS,
     DamagedError,
     begin_directory,
+    checked_lines,
     remove_directory,
     verify_checksums,
+    with_own_checksum,
     write_atomically,
 )
 from manus_jax.learner.update import TrainState
@@ -73,14 +75,18 @@ class Checkpoints:
         if self._job.primary:
             self.directory.mkdir(parents=True, exist_ok=True)
             orbax_params.remove_leftovers(self.directory)
-        self._late_scores = self._read_late_scores()
+        self._late_scores = self._read_late_scores() if self._job.primary else {}
 
     def _read_late_scores(self) -> dict[int, float]:
-        try:
-            kept = json.loads((self.directory / _LATE_SCORES).read_text())
-            return {int(step): float(score) for step, score in kept.items()}
-        except (OSError, ValueError, AttributeError, TypeError):  # none, or damaged
+        path = self.directory / _LATE_SCORES
+        if not path.exists():
             return {}
+        try:
+            [line] = checked_lines(path)
+        except DamagedError as error:
+            print(f"{error}; the scores of earlier checkpoints are lost", flush=True)
+            return {}
+        return {int(step): score for step, score in json.loads(line).items()}
 
     def latest(self) -> int | None:
         """The step of the newest intact checkpoint; None if there are no checkpoints.
@@ -178,7 +184,8 @@ class Checkpoints:
         if step in orbax_params.list_steps(self.directory):
             self._late_scores[step] = score
             kept = {str(s): x for s, x in self._late_scores.items()}
-            write_atomically(self.directory / _LATE_SCORES, json.dumps(kept))
+            content = with_own_checksum([json.dumps(kept)])
+            write_atomically(self.directory / _LATE_SCORES, content)
 
     def _score(self, step: int) -> float | None:
         if step in self._late_scores:

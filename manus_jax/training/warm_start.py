@@ -73,7 +73,9 @@ def play_traces(
     unlimited = dataclasses.replace(rollout, max_turns=1000)
     demonstrations = []
     if random_tasks < len(specs):  # else there may be no oracle
-        demonstrations = run_episodes(specs[random_tasks:], OraclePolicy(), pool, unlimited)
+        demonstrations = run_episodes(
+            specs[random_tasks:], OraclePolicy(), pool, unlimited, caller_raises=True
+        )
     kept = [t for t in trajectories(demonstrations) if t.success]
     if demonstrations and not kept:
         raise ConfigError(

@@ -371,11 +371,13 @@ def test_a_policy_that_cannot_play_a_single_episode_is_an_error(
     model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     short = [p for p in MODEL if "max_total_tokens" not in p] + ["rollout.max_total_tokens = 64"]
     text = error_of(capsys, monkeypatch, *arguments(tmp_path / "out", [str(model)], *short))
     assert "all 3 episodes failed, the first with prompt_too_long" in text
+    assert not caplog.records  # the error says it
     record = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     [policy] = record["policies"].values()
     assert policy["overall"]["failed"] == {"prompt_too_long": 3}

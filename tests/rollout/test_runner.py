@@ -99,13 +99,16 @@ def test_a_repeated_failure_is_reported_once_with_a_count(
     outcomes = run_episodes([*maze, *textcraft], agent_of(engine_of(oracle())), pool, no_room)
     assert {outcome.kind for outcome in outcomes} == {"prompt_too_long"}
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 4 and sum("leaves no room for a turn" in line for line in lines) == 2
-    assert "4 more episodes of maze are dropped (prompt_too_long)" in lines
-    assert "2 more episodes of textcraft are dropped (prompt_too_long)" in lines
+    assert len(lines) == 2 and all("leaves no room for a turn" in line for line in lines)
+    assert lines[0].startswith("5 episodes of maze dropped (prompt_too_long): ")
+    assert lines[1].startswith("3 episodes of textcraft dropped (prompt_too_long): ")
     caplog.clear()
     run_episodes(maze, agent_of(engine_of(script)), pool, SETTINGS)
     assert caplog.text.count("Traceback") == 1
-    assert "4 more episodes of maze are dropped (error)" in caplog.text
+    assert "5 episodes of maze dropped (error): ZeroDivisionError: a bug" in caplog.text
+    caplog.clear()
+    run_episodes(maze, agent_of(engine_of(oracle())), pool, no_room, caller_raises=True)
+    assert not caplog.records
 
 
 @pytest.mark.bug("B25")

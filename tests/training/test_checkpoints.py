@@ -82,7 +82,7 @@ def test_the_best_stays_beside_the_newest_with_all_its_parts(tmp_path):
     checkpoints.close()
 
 
-def test_a_score_that_arrives_after_its_checkpoint_counts_and_survives_a_restart(tmp_path):
+def test_a_score_that_arrives_after_its_checkpoint_counts_and_survives_a_restart(tmp_path, capsys):
     state, _ = new_state((8, 1, 1))
     checkpoints = Checkpoints(tmp_path, keep=1, best=True)
     checkpoints.save(1, {"policy": state}, {}, 0.2)
@@ -94,6 +94,14 @@ def test_a_score_that_arrives_after_its_checkpoint_counts_and_survives_a_restart
         checkpoints.save(step, {"policy": state}, {}, score)
     checkpoints.close()
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == ["2", "4"]
+    assert not capsys.readouterr().out
+    scores, rng = tmp_path / "late_scores.json", np.random.default_rng(0)
+    whole = scores.read_bytes()
+    for _ in range(20):
+        flip_a_bit(scores, rng)
+        Checkpoints(tmp_path).close()
+        assert f"{scores} is damaged" in capsys.readouterr().out
+        scores.write_bytes(whole)
 
 
 KILLED = """
