@@ -100,7 +100,7 @@ def run(
     encode = Encoder(stream, sft.loss_on)
     held_out_kept = fit(Encoder(stream)(held_out), data.max_length, data.overlong)[0]
     if held_out and not held_out_kept:
-        raise _too_long(len(held_out), "held-out conversations", data.max_length)
+        raise _too_long(len(held_out), "held-out conversations", data)
     checkpoints = Checkpoints(
         directory.checkpoints,
         keep=sft.keep_checkpoints,
@@ -262,15 +262,18 @@ def _fitted_batch(
     """The batch of an update, and how many conversations were cut or dropped."""
     kept, counts = fit(conversations, data.max_length, data.overlong)
     if not kept:
-        raise _too_long(len(conversations), "conversations of a batch", data.max_length)
+        raise _too_long(len(conversations), "conversations of a batch", data)
     return conversation_batch(kept, data.max_length), counts
 
 
-def _too_long(count: int, what: str, length: int) -> PackingError:
-    return PackingError(
-        f"all {count} {what} are longer than data.max_length = {length}; raise it, or choose "
-        "data.overlong = 'cut'"
-    )
+def _too_long(count: int, what: str, data: DataSettings) -> PackingError:
+    if data.overlong == "cut":
+        problem = f"in all {count} {what}, the first answer ends after data.max_length"
+        remedy = ""
+    else:
+        problem = f"all {count} {what} are longer than data.max_length"
+        remedy = ", or choose data.overlong = 'cut'"
+    return PackingError(f"{problem} = {data.max_length}; raise it{remedy}")
 
 
 def _validation(

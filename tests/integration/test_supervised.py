@@ -185,8 +185,10 @@ def test_conversations_that_never_fit_are_an_error_not_an_empty_update(
 ):
     short = ("data.max_length = 8", "data.overlong = 'drop'")
     args = arguments(tmp_path / "run", data[:1], *short)
-    assert "all 4 conversations of a batch are longer" in error_of(capsys, monkeypatch, *args)
+    text = error_of(capsys, monkeypatch, *args)
+    assert "all 4 conversations of a batch are longer" in text and "overlong = 'cut'" in text
     turns = [{"role": role, "content": "very long " * 99} for role in ("user", "assistant")]
     (tmp_path / "val.jsonl").write_text(json.dumps({"item_id": "long_0", "messages": turns}))
     text = error_of(capsys, monkeypatch, *arguments(tmp_path / "run2", data))
-    assert "all 1 held-out conversations are longer than data.max_length = 128" in text
+    assert "in all 1 held-out conversations, the first answer ends after data.max_length = 128" in text
+    assert "overlong" not in text  # it is 'cut' already
