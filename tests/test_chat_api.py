@@ -248,6 +248,7 @@ def test_a_judge_that_cannot_work_is_refused_before_any_episode(rubric, tmp_path
         {"rubric": str(tmp_path / "pipe")},
         {"rubric": "/dev/zero"},
         {"max_tokens": 0},
+        {"max_tokens": 10**9},
     ):
         with pytest.raises(RewardError, match="reward function 'judge'"):
             RewardSettings("judge", {"model": "m@http://h/v1", "rubric": str(rubric)} | wrong)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manus_jax.files import read_text
+from manus_jax.limits import Range
 from manus_jax.rewards.registry import (
     REWARDS,
     EpisodeTurn,
@@ -64,8 +65,8 @@ def judge(
     """
     if scale <= 0:
         raise RewardError(f"reward function 'judge': scale = {scale} must be above 0")
-    if max_tokens < 1:
-        raise RewardError(f"reward function 'judge': max_tokens = {max_tokens} must be at least 1")
+    if problem := Range(at_least=1, at_most=2**22).problem(max_tokens):
+        raise RewardError(f"reward function 'judge': max_tokens = {max_tokens} {problem}")
     api, criteria = _api(model), _read(rubric)
     if not turns:  # there is nothing to judge
         return Score(env_weight * env_reward)

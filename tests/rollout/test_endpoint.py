@@ -235,6 +235,8 @@ def test_log_probs_and_usage_are_those_of_the_sampled_tokens() -> None:
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"stop": [""]}, "stop must be"),
         ({"top_logprobs": 2}, "log-probs are those of the sampled tokens"),
+        ({"tool_choice": "nope"}, "tool_choice must be none, auto, required or an object"),
+        ({"stream_options": 3}, "stream_options must be of type dict"),
         ({"frequency_penalty": 0.5}, "frequency_penalty = 0.5 is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_token": 5}, "unknown field 'max_token'"),

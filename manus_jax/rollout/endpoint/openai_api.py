@@ -99,7 +99,7 @@ def read_request(body: Any) -> ChatRequest:
             "top_logprobs",
         )
     most = _number(body, "max_completion_tokens", int, 1, 2**22)
-    options = body.get("stream_options", {})
+    options = _typed(body, "stream_options", dict, {})
     return ChatRequest(
         model=_typed(body, "model", str, ""),
         messages=_messages(body.get("messages")),
@@ -113,7 +113,7 @@ def read_request(body: Any) -> ChatRequest:
         seed=_number(body, "seed", int, -(2**63), 2**63),
         logprobs=_typed(body, "logprobs", bool, False),
         stream=_typed(body, "stream", bool, False),
-        stream_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        stream_usage=options.get("include_usage") is True,
     )
 
 
@@ -153,6 +153,10 @@ def _tools(body: dict[str, Any]) -> tuple[dict[str, Any], ...]:
         for tool in tools
     ):
         raise ApiError(400, "tools must be a list of functions", param="tools")
+    if choice not in ("none", "auto", "required") and not isinstance(choice, dict):
+        raise ApiError(
+            400, "tool_choice must be none, auto, required or an object", param="tool_choice"
+        )
     return () if choice == "none" else tuple(tools)
 
 
