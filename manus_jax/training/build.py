@@ -33,7 +33,7 @@ from manus_jax.training.rollouts import Rollouts
 from manus_jax.training.run_checks import CheckedRun, check_run
 from manus_jax.training.run_directory import RunDirectory
 from manus_jax.training.trainer import Trainer
-from manus_jax.training.warm_start import play_traces, warm_start
+from manus_jax.training.warm_start import finished_warm_start, play_traces, warm_start
 from manus_jax.weights.host_tensors import types_of
 
 
@@ -100,6 +100,8 @@ def _initial_model(
 ) -> Path:
     """The model that the run starts with: the given one, or that of the warm start."""
     if config.warm_start.steps:
+        if model := finished_warm_start(config, directory, job):
+            return model
         job.on_primary(lambda: play_traces(config, directory, checked.sources, pool))
         return warm_start(config, directory, job, checked.devices)
     assert config.model.path is not None

@@ -17,7 +17,13 @@ from manus_jax.config.commands import READS, SftConfig, TrainConfig
 from manus_jax.config.run_config import config_text
 from manus_jax.config.settings import LoraSettings, SftSettings, WarmStartSettings
 from manus_jax.data.mixture import Mixture
-from manus_jax.files import write_atomically
+from manus_jax.files import (
+    CHECKSUMS,
+    DamagedError,
+    remove_directory,
+    verify_checksums,
+    write_atomically,
+)
 from manus_jax.rollout.action_formats import format_for
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
 from manus_jax.rollout.runner import run_episodes
@@ -154,7 +160,27 @@ def warm_start(
         fine_tuning, data=dataclasses.replace(data, train_files=(_TRACES,))
     )
     supervised.run(fine_tuning, config_text(written, READS["sft"]), job, devices)
-    if not export:
-        return directory.warm_start
-    name = f"{settings.steps}-merged" if lora.rank else str(settings.steps)
-    return directory.warm_start / "export" / name
+    return _exported(config, directory) if export else directory.warm_start
+
+
+def finished_warm_start(config: TrainConfig, directory: RunDirectory, job: Job) -> Path | None:
+    """The model of a warm start that has ended; None if `warm_start` has to make it.
+
+    A damaged one is removed, because `warm_start` makes it again from its checkpoint.
+    """
+    model = _exported(config, directory)
+    if job.count > 1 or not (model / CHECKSUMS).is_file():
+        return None
+    try:
+        verify_checksums(model)
+        return model
+    except DamagedError as error:
+        print(f"{error}; the warm start's model is made again from its checkpoint", flush=True)
+        remove_directory(model, CHECKSUMS)
+        return None
+
+
+def _exported(config: TrainConfig, directory: RunDirectory) -> Path:
+    steps = config.warm_start.steps
+    adapted = config.model.path is not None and config.lora.rank is not None
+    return directory.warm_start / "export" / (f"{steps}-merged" if adapted else str(steps))

@@ -67,6 +67,23 @@ def test_a_run_directory_that_cannot_be_made_or_is_anothers(tmp_path, capsys, mo
     assert "holds a run with other settings: train.group_size was 4 and is 2" in text
 
 
+def test_a_run_continues_although_files_of_its_warm_start_are_damaged(tmp_path, capsys):
+    train.main(arguments(tmp_path, "train.total_steps = 1"))
+    model = tmp_path / "warm_start/export/2/model.safetensors"
+    traces, whole = tmp_path / "warm_start/traces.jsonl", model.read_bytes()
+    conversations = traces.read_bytes()
+    traces.write_bytes(conversations[:100])  # they are not needed any more
+    train.main(arguments(tmp_path, "train.total_steps = 2"))
+    traces.write_bytes(conversations)
+    model.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    capsys.readouterr()
+    train.main(arguments(tmp_path, "train.total_steps = 3"))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{model} does not match SHA256SUMS; the warm start's model is made again" in printed
+    assert model.read_bytes() == whole
+    assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2, 3]
+
+
 def test_gradients_that_are_never_finite_end_the_run(tmp_path, capsys, monkeypatch):
     recipe = "algorithm.recipe = 'nan_for_tests'"
     more = ("train.total_steps = 9", recipe, "train.max_bad_updates = 2")
