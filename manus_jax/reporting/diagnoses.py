@@ -16,7 +16,7 @@ Condition = Callable[[Sequence[Metrics], Metrics], bool]
 """(the metrics of the last steps, those of the run's first step) → whether the diagnosis holds."""
 
 GONE_AFTER = 5  # steps without the condition, after which a diagnosis has ended
-SUCCESSFUL = 0.9  # success rate from which uniform behaviour is no problem
+SUCCESSFUL = 0.9  # success rate from which uniform behaviour is not a problem
 
 _EASIER = (
     "easier tasks or a shorter horizon; a better start (warm_start.steps, or model.path of a "

@@ -173,7 +173,7 @@ def _number(what: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"its {what} is no number but {type(value).__name__}") from None
+        raise ValueError(f"its {what} is not a number but {type(value).__name__}") from None
     if not math.isfinite(number):
         raise ValueError(f"its {what} is {number}")
     return number

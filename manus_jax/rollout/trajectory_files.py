@@ -102,7 +102,7 @@ def read_trajectories(path: str | os.PathLike[str]) -> Iterator[Outcome]:
                 _verify(record)
                 yield _episode(record).outcome
             except ValueError as error:
-                raise ValueError(f"{path} line {number} is no trajectory: {error}") from error
+                raise ValueError(f"{path} line {number} is not a trajectory: {error}") from error
 
 
 def parse_episode(line: str | bytes) -> LoggedEpisode:

@@ -65,7 +65,7 @@ def check_port(host: str, port: int) -> None:
             reason = {
                 errno.EADDRINUSE: "another program uses it; give another --port",
                 errno.EACCES: "ports below 1024 need privileges; give another --port",
-                errno.EADDRNOTAVAIL: f"{host} is no address of this machine; give another --host",
+                errno.EADDRNOTAVAIL: "this machine does not have the address; give another --host",
             }.get(error.errno or 0, str(error))
             raise AccessError(f"port {port} of {host} is not available: {reason}") from None
 
@@ -99,7 +99,7 @@ def _resolve(host: str, port: int | None) -> list[Any]:
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
-        raise AccessError(f"--host {host[:100]} is no address of this machine: {error}") from None
+        raise AccessError(f"--host {host[:100]} cannot be resolved: {error}") from None
 
 
 class KeyedRoutes:

@@ -52,7 +52,7 @@ def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or an address with brackets in the wrong place
+    except ValueError:  # a port that is not a number, or misplaced brackets
         return False
     return known and not parts.path and url.isprintable() and " " not in url
 

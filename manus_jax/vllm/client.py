@@ -97,7 +97,7 @@ class VllmServer:
         try:
             return self._examine(max_length, push, model)
         except BadAnswer as error:
-            raise IncompatibleServer(f"{error}; it is no vLLM server: {_HOW_TO_START}") from None
+            raise IncompatibleServer(f"{error}; it is not a vLLM server: {_HOW_TO_START}") from None
 
     def _examine(self, max_length: int, push: bool, model: Architecture | None) -> int:
         context = self.read_model()
@@ -242,7 +242,7 @@ class VllmServer:
         try:
             experts = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
         except (OSError, EOFError) as error:
-            raise ValueError(f"experts that are no array: {error}") from None
+            raise ValueError(f"experts are not an array: {error}") from None
         tokens = len(request.prompt_ids) + len(made.token_ids) - 1 - request.known_experts
         layers, per_token, count = self._routing or (*experts.shape[1:], np.inf)
         if experts.shape != (tokens, layers, per_token) or experts.dtype.kind not in "iu":
@@ -410,7 +410,7 @@ def _check_generation(made: Generation, request: Request, vocab_size: int | None
     if any(i in how.stop_ids for i in ids[:-1]):
         raise ValueError("tokens after a stop token")
     if made.finish_reason == "stop" and ids[-1] not in how.stop_ids and not how.stop_strings:
-        raise ValueError(f"token {ids[-1]} ended a generation, and it is no stop token")
+        raise ValueError(f"a generation ended with {ids[-1]}, which is not a stop token")
 
 
 def _message(content: bytes) -> str:

@@ -98,8 +98,8 @@ def _published_already(to: Path, version: int, card: ModelCard) -> Published | N
     strange = [path.name for path in to.glob("[!.]*") if not _is_version_name(path.name)]
     if strange:
         raise WeightsError(
-            f"{to} contains {strange[0]}, which is no published version: publish to a directory of "
-            "its own"
+            f"{to} contains {strange[0]}, which is not a published version: publish to another "
+            "directory"
         )
     versions = published_versions(to)
     if versions and versions[-1] > version:

@@ -96,7 +96,7 @@ def vllm_python(given: str | None) -> str:
     """The interpreter that has vLLM: the given one, the environment's, or this one."""
     python = given or os.environ.get(PYTHON_VARIABLE) or sys.executable
     if shutil.which(python) is None:
-        raise WeightsError(f"{python} is no interpreter: give vLLM's with --python")
+        raise WeightsError(f"{python} is not an interpreter: give vLLM's with --python")
     return python
 
 

@@ -123,13 +123,13 @@ def test_mistakes_of_the_command_are_one_line(tmp_path):
     taken = socket.create_server(("127.0.0.1", 0))
     for arguments, words in [
         ((), "neither a Hugging Face directory"),
-        ((*model, "--python", "no-such-python"), "no interpreter"),
+        ((*model, "--python", "no-such-python"), "is not an interpreter"),
         ((*model, *python, "--host", "0.0.0.0"), "every interface"),
         ((*model, *python, "--", "--api-key", "k"), "can be read by others"),
         ((*model, *python, "--", "--host=0.0.0.0"), "before the --"),
         ((*model, *python, "--max-length", "5000"), "exceeds the 4096 positions of the model"),
         ((*model, *python, "--port", str(taken.getsockname()[1])), "another program uses it"),
-        ((*model, *python, "--host", "10.255.255.1", *key), "is no address of this machine"),
+        ((*model, *python, "--host", "10.255.255.1", *key), "does not have the address"),
         ((*model, "--python", sys.executable), "has no vLLM: give the interpreter"),
         ((*model, *python, "--", "--tensor-paralel-size", "2"), "mean --tensor-parallel-size?"),
         ((*model, *python, "--", "--seed", "x"), "--seed 'x' is not a whole number from 0"),

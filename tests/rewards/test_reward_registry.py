@@ -97,8 +97,8 @@ def test_a_function_that_raises_names_itself_and_the_episode() -> None:
     [
         (math.nan, "its score is nan"),
         (-math.inf, "its score is -inf"),
-        (None, "its score is no number but NoneType"),
-        ("1x", "its score is no number but str"),
+        (None, "its score is not a number but NoneType"),
+        ("1x", "its score is not a number but str"),
         (Score(math.nan), "its total is nan"),
         (Score(1.0, {"part": math.inf}), "its component 'part' is inf"),
         ([0.0, math.nan], "its turn score is nan"),

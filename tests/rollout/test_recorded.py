@@ -67,7 +67,7 @@ def test_episodes_that_do_not_fit_the_model_are_refused(tmp_path):
     with pytest.raises(RecordedError, match="has no episodes with tokens"):
         read_recorded([str(tmp_path / "nothing")], 10, 20, {})
     (tmp_path / "broken.jsonl").write_text("{}\n")
-    with pytest.raises(RecordedError, match="line 1 is no trajectory"):
+    with pytest.raises(RecordedError, match="line 1 is not a trajectory"):
         read_recorded([str(tmp_path / "broken.jsonl")], 10, 20, {})
 
 
@@ -103,13 +103,13 @@ def turn(**fields):
         (damaged(segments=[["10", *range(11, 20)]]), "whole numbers"),
         (damaged(segments=[list(range(10, 19))]), "the tokens of turn 1 are not those"),
         (damaged(segments=[list(range(10, 20)), []]), "an empty sequence"),
-        (damaged(segments=[[2**40, *range(11, 20)]]), "is no trajectory"),
+        (damaged(segments=[[2**40, *range(11, 20)]]), "is not a trajectory"),
         (turn(log_probs=[float("nan")] * 2), "a log-prob that is not finite"),
         (turn(log_probs=[-0.1]), "the tokens of turn 0 are not those"),
-        (turn(log_probs=-0.1), "is no trajectory"),
+        (turn(log_probs=-0.1), "is not a trajectory"),
         (turn(versions=[5.5, 5]), "whole numbers"),
         (turn(start=-4), "the tokens of turn 0 are not those"),
-        (turn(start=None), "is no trajectory"),
+        (turn(start=None), "is not a trajectory"),
         (turn(reward=None), "a reward that is not a finite number"),
     ],
 )

@@ -93,7 +93,8 @@ def test_a_step_written_again_replaces_the_file(tmp_path: Path) -> None:
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path = write_trajectories(tmp_path, 3, [two_turns()])
     path.write_text(path.read_text() + '{"uid": "x"}\n')
-    with pytest.raises(ValueError, match=r"3\.jsonl line 2 is no trajectory: KeyError\('task'\)"):
+    message = r"3\.jsonl line 2 is not a trajectory: KeyError\('task'\)"
+    with pytest.raises(ValueError, match=message):
         list(read_trajectories(path))
 
 

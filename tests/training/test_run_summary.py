@@ -69,5 +69,5 @@ def test_damaged_episodes_and_leftovers_of_an_export_do_not_fail_a_finished_run(
         (directory.path / "export" / name).mkdir(parents=True)
     print_summary(directory, (), "")
     text = capsys.readouterr().out
-    assert "no sample episodes: " in text and "val_2.jsonl line 1 is no trajectory" in text
+    assert "no sample episodes: " in text and "val_2.jsonl line 1 is not a trajectory" in text
     assert "export/2\n" in text

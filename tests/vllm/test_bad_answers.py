@@ -50,7 +50,7 @@ WRONG_GENERATIONS = {
     "no tokens": (set_ids(lambda ids: []), "0 tokens of 4"),
     "fewer log-probs": (lambda c: c["logprobs"]["content"].pop(), "log-probs of 3 other"),
     "no log-probs": (lambda c: c.update(logprobs=None), "TypeError"),
-    "a stop that is none": (lambda c: c.update(finish_reason="stop"), "it is no stop token"),
+    "a stop that is none": (lambda c: c.update(finish_reason="stop"), "is not a stop token"),
     "an unknown end": (lambda c: c.update(finish_reason="error"), "ended a generation with"),
     "weights of nobody": (
         lambda c: c["weight_versions"][0].update(version="3-of-another-run"),
@@ -167,7 +167,7 @@ def test_json_is_parsed_up_to_a_depth():
 def test_a_program_that_is_not_vllm_is_refused_at_once(server, answer, path):
     server.instead[path] = answer
     settings = dataclasses.replace(SETTINGS, patience=600.0)  # which is not waited for
-    with pytest.raises(EngineError, match=r"no vLLM server can be used: .* it is no vLLM server"):
+    with pytest.raises(EngineError, match=r"no vLLM server can be used: .* is not a vLLM server"):
         opened([server.url], settings)
 
 

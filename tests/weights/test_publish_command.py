@@ -59,7 +59,7 @@ def test_directories_that_hold_something_else_are_refused_and_left_alone(tmp_pat
     save_step(run, 2, model())
     before = sorted(path.relative_to(run) for path in run.rglob("*"))
     for place, name in ((run, "checkpoints|model"), (run / "checkpoints", "2")):
-        with pytest.raises(WeightsError, match=f"contains ({name}), which is no published version"):
+        with pytest.raises(WeightsError, match=f"contains ({name}), which is not a published"):
             main([str(run), "--to", str(place)])
     assert sorted(path.relative_to(run) for path in run.rglob("*")) == before
     save_step(tmp_path / "longer", 7, model(1))
@@ -103,7 +103,7 @@ def test_a_server_that_cannot_be_used_is_named_before_anything_is_published(tmp_
     server.config = CARD.config
     for path, answer in (("/v1/models", "{}"), ("/collective_rpc", '{"results": []}')):
         server.instead = {path: answer}
-        with pytest.raises(EngineError, match="it is no vLLM server"):
+        with pytest.raises(EngineError, match="it is not a vLLM server"):
             main([str(run), "--to", str(to), "--server", server.url])
     server.instead, server.key = {}, "k"
     with pytest.raises(EngineError, match="answered 401"):
