@@ -60,7 +60,7 @@ def test_experts_come_with_a_generation_from_the_first_that_is_not_known(server)
         (None, "TypeError"),
         ("no base64!", "ValueError"),
         (base64.b64encode(b"no array").decode(), "ValueError"),
-        (base64.b64encode(b"").decode(), "no array"),
+        (base64.b64encode(b"").decode(), "experts are not an array"),
         (encoded(EXPERTS[1:]), r"experts uint8 \(5, 3, 2\) of 6 tokens"),
         (encoded(EXPERTS[:, 1:]), r"\(6, 2, 2\) of 6 tokens"),
         (encoded(EXPERTS[..., :1]), r"\(6, 3, 1\) of 6 tokens"),
