@@ -186,7 +186,8 @@ def play_turns(
             if end.reason == "context" and not turns:
                 raise PromptTooLong(
                     f"{context.spec.uid}: the opening of {context.spec.task.item_id} leaves no "
-                    "room for a turn; raise max_total_tokens, or lower max_observation_tokens"
+                    "room for a turn; raise rollout.max_total_tokens, or lower "
+                    "rollout.max_observation_tokens"
                 ) from None
             end_reason = end.reason
             break

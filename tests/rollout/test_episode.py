@@ -188,7 +188,7 @@ def test_a_prompt_that_fills_the_context_is_a_failure_and_not_tried_again(
     failed = played(engine, pool, "maze_3")
     assert isinstance(failed, FailedEpisode)
     assert (failed.kind, failed.attempts) == ("prompt_too_long", 1)
-    assert "raise max_total_tokens" in failed.error
+    assert "raise rollout.max_total_tokens" in failed.error
     assert engine.requests == []
 
 

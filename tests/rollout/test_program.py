@@ -208,6 +208,8 @@ def test_a_result_without_a_reward_is_not_one(result: str) -> None:
         ("never_plays", "environment", "returned no reward: it did not play", 1),
         ("gives_up", "result", "returned no reward but 'None'", 1),
         ("raises", "environment", "it failed: OSError: the disk is full", 2),
+        ("misspells", "result", "its newest request was refused: unknown field 'max_token'", 1),
+        ("asks_for_many", "environment", "asks for 31 replies, and the episode has 30 of its", 1),
     ],
 )
 def test_a_program_that_fails_is_dropped_with_one_message(
@@ -226,6 +228,17 @@ def test_a_program_that_fails_is_dropped_with_one_message(
     assert message in failed.error
     assert [record for record in caplog.records if message in record.message]
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("reward", ["environment", "result", "function"])
+def test_a_first_request_that_does_not_fit_is_a_prompt_that_is_too_long(
+    reward: str, pool: EnvironmentPool, engine_of: Callable[..., ScriptedEngine]
+) -> None:
+    [failed] = play(engine_of(says("up")), pool, function("asks_too_much", reward=reward))
+    assert isinstance(failed, FailedEpisode)
+    assert (failed.kind, failed.attempts) == ("prompt_too_long", 1)
+    assert "the messages leave 0 of 8192 tokens for a reply" in failed.error
+    assert "raise rollout.max_total_tokens" in failed.error
 
 
 def test_the_key_of_another_episode_is_refused(
@@ -339,6 +352,9 @@ def test_failures_of_the_engine_and_of_a_run_are_those_of_any_episode(
     engine.submit = submit
     [won] = play(engine, pool, function("plays"))
     assert isinstance(won, Trajectory) and won.attempts == 2 and won.success
+    lost = iter([True])
+    [scored] = play(engine, pool, function("ignores_errors", reward="result"))
+    assert isinstance(scored, Trajectory) and (scored.attempts, scored.env_reward) == (2, 1.0)
     agent = EngineAgent(engine, engine.tokenizer)
     from manus_jax.rollout.strategies import RolloutContext, play_spec
 

@@ -58,6 +58,26 @@ def raises(task: Any) -> None:
     raise OSError("the disk is full")
 
 
+def asks_too_much(task: Any) -> None:
+    complete(task, [{"role": "user", "content": "a " * 20_000}])
+
+
+def asks_for_many(task: Any) -> None:
+    complete(task, [{"role": "user", "content": "hello"}], n=31)
+
+
+def ignores_errors(task: Any, **fields: Any) -> float:
+    try:
+        complete(task, [{"role": "user", "content": task.reset()}], **fields)
+    except RuntimeError:
+        return 0.0
+    return 1.0
+
+
+def misspells(task: Any) -> float:
+    return ignores_errors(task, max_token=5)
+
+
 def uses_the_first_key(task: Any) -> None:
     KEYS.append(task.api_key)
     while len(KEYS) < 2:

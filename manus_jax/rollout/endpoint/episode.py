@@ -20,6 +20,12 @@ from manus_jax.rollout.trajectory import EndReason
 
 KEY_PREFIX = "episode-"
 
+_LIMITS: dict[str | None, EndReason] = {
+    "context_length_exceeded": "context",
+    "turn_limit": "max_turns",
+}
+"""By the code of the refusal."""
+
 EnvironmentCalls = Callable[[str, Any], dict[str, Any]]
 """("reset" or "step", JSON body) → JSON; ApiError if it is refused."""
 
@@ -100,8 +106,8 @@ class EndpointEpisode:
         self.running: set[asyncio.Future[Any]] = set()
         self._expected = 0  # replies that are being sampled
         self.ended = False
-        self.limit: EndReason | None = None  # the limit that refused the newest request
         self.misuse: str | None = None
+        self.refusal: ApiError | None = None  # of the newest request
         self.engine_error: EngineError | None = None  # of the newest request
 
     @property
@@ -112,6 +118,11 @@ class EndpointEpisode:
     def session(self, sequence: int) -> str:
         return f"{self.name}/{sequence}"
 
+    @property
+    def limit(self) -> EndReason | None:
+        """The limit that refused the newest request."""
+        return None if self.refusal is None else _LIMITS.get(self.refusal.code)
+
     def check_turns(self, replies: int) -> int:
         """The number of replies so far, including those being sampled.
 
@@ -119,9 +130,11 @@ class EndpointEpisode:
         """
         most, before = self.limits.max_turns, len(self.recording) + self._expected
         if most is not None and before + replies > most:
-            self.limit = "max_turns"
             raise ApiError(
-                400, f"the episode has had its {most} turns (rollout.max_turns)", "turn_limit"
+                400,
+                f"the request asks for {replies} replies, and the episode has {most - before} of "
+                f"its {most} turns left (rollout.max_turns)",
+                "turn_limit",
             )
         return before
 

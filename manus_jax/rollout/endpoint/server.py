@@ -169,12 +169,18 @@ class Endpoint:
 
     async def complete(self, episode: EndpointEpisode, http: HttpRequest) -> Response:
         """The response to a chat completion under the episode's key."""
+        episode.engine_error = episode.refusal = None
+        try:
+            return await self._complete(episode, http)
+        except ApiError as refusal:
+            episode.refusal = refusal
+            raise
+
+    async def _complete(self, episode: EndpointEpisode, http: HttpRequest) -> Response:
         request = read_request(await read_json(http))
-        episode.engine_error = episode.limit = None
         most = episode.limits.max_total_tokens
         if sum(len(m.content) for m in request.messages) > most * self._chat.longest_token:
             # Tokenizing it would keep all other requests waiting.
-            episode.limit = "context"
             raise context_exceeded(0, most)
         try:
             prompt = episode.recording.prompt(self._with_tool_role(request), request.tools)
@@ -187,8 +193,6 @@ class Endpoint:
             if isinstance(error, EngineError):
                 episode.engine_error = error
                 raise ApiError(503, str(error), "engine_error") from None
-            if isinstance(error, ApiError) and error.code == "context_length_exceeded":
-                episode.limit = "context"
             raise
         choices, completion_tokens = done
         counts = len(prompt.ids), completion_tokens

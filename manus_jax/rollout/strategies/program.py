@@ -26,7 +26,7 @@ from manus_jax.rollout.endpoint.programs import (
     running_command,
     running_function,
 )
-from manus_jax.rollout.episode import AttemptFailed, with_retries
+from manus_jax.rollout.episode import AttemptFailed, PromptTooLong, with_retries
 from manus_jax.rollout.strategies.registry import STRATEGIES, RolloutContext, declares
 from manus_jax.rollout.trajectory import EndReason, EpisodeSpec, Outcome, Trajectory
 from manus_jax.status import STATUS
@@ -142,14 +142,22 @@ class _Attempt:
             raise game.failure
         if episode.misuse is not None:
             raise self._failed(episode.misuse)
-        if error is not None:
-            if episode.engine_error is not None:
-                raise episode.engine_error
-            if episode.limit is None or self._reward == "result":
-                reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-                raise self._failed(f"it failed: {reason}", retryable=True)
-        if not len(episode.recording):
-            raise self._failed("it ended without a reply of the model; it must call the endpoint")
+        if episode.engine_error is not None:  # even if the program goes on without the reply
+            raise episode.engine_error
+        silent = not len(episode.recording)
+        if silent and episode.limit == "context":
+            raise PromptTooLong(
+                f"the first request of the program of episode {self._spec.uid} does not fit: "
+                f"{episode.refusal}; raise rollout.max_total_tokens"
+            )
+        if error is not None and (episode.limit is None or self._reward == "result"):
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+            raise self._failed(f"it failed: {reason}", retryable=True)
+        if silent:
+            cause = "it must call the endpoint"
+            if episode.refusal is not None:
+                cause = f"its newest request was refused: {episode.refusal}"
+            raise self._failed(f"it ended without a reply of the model; {cause}")
 
     def _trajectory(
         self,
