@@ -92,4 +92,7 @@ stop() {
   while is_running; do sleep 1; done
 }
 
-"$@"
+case ${1-} in
+  install | run | stop) "$@" ;;
+  *) echo "tpu_worker.sh: the first argument must be install, run or stop, not '${1-}'" >&2 && exit 2 ;;
+esac

@@ -221,6 +221,8 @@ def test_manus_jax_uses_only_the_declared_surface_of_envs() -> None:
             "flax orbax optax transformers manus_jax.models manus_jax.learner manus_jax.engines",
         ),
         ("envs.serve", "jax flax transformers pyarrow manus_jax"),
+        # An environment that has vLLM only does not have these.
+        ("manus_jax.serve", "jax flax optax orbax chex gin pyarrow tensorboardX minigrid"),
         pytest.param("manus_jax.train", "torch transformers.models.auto", marks=pytest.mark.slow),
     ],
 )

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gin import config_parser
-
 from manus_jax.config.values import ConfigError
 from manus_jax.limits import shown
 
@@ -32,7 +30,9 @@ class _Reference:
     name: str
 
 
-class _Delegate(config_parser.ParserDelegate):
+class _Delegate:
+    """What gin's parser makes of references and macros, as its `ParserDelegate`."""
+
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> _Reference:
         return _Reference(scoped_configurable_name)
 
@@ -86,6 +86,9 @@ class GinText:
 
         `source` is its name in errors, `include` reads the files that it includes.
         """
+        # Not at the top: settings are also used where only vLLM is installed, without gin.
+        from gin import config_parser
+
         count = 0
         try:
             for statement in config_parser.ConfigParser(text, _Delegate()):

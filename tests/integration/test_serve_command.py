@@ -294,7 +294,40 @@ def test_the_script_starts_servers_one_port_after_the_other(tmp_path):
         given = dict(pairwise(called))
         assert given["--port"] == str(8100 + number) and given["--max-model-len"] == "99"
         assert called[-2:] == ["--seed", "4"]
-    assert subprocess.run([str(SCRIPT)], capture_output=True).returncode == 2
+
+
+def test_the_script_needs_only_the_environment_of_vllm(tmp_path):
+    """It runs in any directory, with vLLM's interpreter, which finds this project."""
+    python = recorder(tmp_path)
+    given = environment(MANUS_JAX_VLLM_PYTHON=str(python))
+    del given["PYTHON"]
+    command = [str(SCRIPT), str(tmp_path), "1", "8100"]
+    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ((called, seen),) = calls(tmp_path)
+    assert called[:4] == ["-m", "manus_jax.serve", "--model", str(tmp_path)]
+    assert seen["PYTHONPATH"].split(os.pathsep)[0] == str(SCRIPT.parents[1])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "the first argument must be the directory of a model"),
+        (["--port", "8000"], "the first argument must be the directory of a model"),
+        (["DIR", "none"], "'none' is not a number from 1 to 99999"),
+        (["DIR", "2", "65535"], "ports from 65535 on exceed 65535"),
+        (["DIR", "1", "8000", "--slots"], "unexpected '--slots': options go after --"),
+    ],
+)
+def test_wrong_arguments_of_the_script_are_one_line(arguments, message):
+    done = subprocess.run([str(SCRIPT), *arguments], env=environment(), capture_output=True)
+    assert done.returncode == 2 and message in done.stderr.decode()
+    assert done.stderr.count(b"\n") == 1 and not done.stdout
+
+
+def test_the_script_refuses_an_interpreter_that_does_not_exist(tmp_path):
+    done = start_script(tmp_path, PYTHON="no-such-python")
+    assert done.returncode == 2 and "no interpreter 'no-such-python'" in done.stderr
 
 
 def test_the_script_gives_every_server_its_group_of_gpus(tmp_path):
@@ -310,7 +343,7 @@ def test_the_script_gives_every_server_its_group_of_gpus(tmp_path):
         until(lambda: len(calls(tmp_path)) == 2)
     finally:
         process.terminate()
-        process.wait(30)
+        assert process.wait(30) == 143
     assert [env["CUDA_VISIBLE_DEVICES"] for _, env in calls(tmp_path)] == ["2,3", "6,7"]
     for called, _ in calls(tmp_path):
         assert called[called.index("--tensor-parallel-size") + 1] == "2"
