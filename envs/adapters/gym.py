@@ -86,22 +86,43 @@ def _gymnasium(registered: Any, arguments: dict[str, Any]) -> Made:
     identifier, point = registered.id, registered.entry_point
     entry = gymnasium.envs.registration.load_env_creator(point) if isinstance(point, str) else point
     trial = make()
-    for space in (trial.action_space, trial.observation_space):
-        if isinstance(space, gymnasium.spaces.Box) and space.shape and len(space.shape) > 1:
-            raise UnknownEnvironment(f"gym:{identifier} has images; there is no text of them")
+    _check_spaces(identifier, trial)
+    GymnasiumGame(trial).reset(0)  # an observation that is too large is found here
+    space = trial.action_space
     actions: tuple[str, ...] = ()
-    if isinstance(trial.action_space, gymnasium.spaces.Discrete):
-        first, count = int(trial.action_space.start), int(trial.action_space.n)
+    described = f"a value of {space}, as JSON"
+    if isinstance(space, gymnasium.spaces.Discrete):
+        first, count = int(space.start), int(space.n)
         if count <= 1000:
             actions = tuple(map(str, range(first, first + count)))
+    elif isinstance(space, gymnasium.spaces.Text):
+        described = f"a text of {space.min_length} to {space.max_length} characters"
     threshold = trial.spec.reward_threshold
     client = ClientView(
         instruction=_description(type(trial.unwrapped), identifier),
-        actions=actions or (f"a value of {trial.action_space}, as JSON",),
+        actions=actions or (described,),
         high=threshold if threshold and threshold > 0 else 1.0,
     )
     trial.close()
     return lambda: GymnasiumGame(make()), client, actions
+
+
+def _check_spaces(identifier: str, environment: Any) -> None:
+    """UnknownEnvironment if actions or observations are not made of texts, numbers and vectors."""
+    from gymnasium import spaces
+
+    def parts(space: Any) -> list[Any]:
+        if not isinstance(space, spaces.Dict | spaces.Tuple):
+            return [space]
+        inner = space.values() if isinstance(space, spaces.Dict) else space
+        return [leaf for part in inner for leaf in parts(part)]
+
+    for space in parts(environment.action_space):
+        if space.dtype is None:  # a Sequence, OneOf or Graph
+            raise UnknownEnvironment(f"gym:{identifier}: actions in {space} are not supported")
+    for space in (*parts(environment.action_space), *parts(environment.observation_space)):
+        if isinstance(space, spaces.Box) and len(space.shape) > 1:
+            raise UnknownEnvironment(f"gym:{identifier} has images; there is no text of them")
 
 
 def _description(environment: type, identifier: str) -> str:
@@ -141,19 +162,12 @@ class GymnasiumGame(AdaptedGame):
 
     def _action(self, text: str) -> Any:
         """The action in its space; None if there is none."""
-        import numpy as np
         from gymnasium.spaces import Text
 
         space = self._environment.action_space
-        if isinstance(space, Text):
-            return text if space.contains(text) else None
         try:
-            value = json.loads(text)
-            candidate = np.asarray(value, space.dtype)
-            value = candidate if space.shape else candidate.item()
-        except (ValueError, TypeError, OverflowError, RecursionError):
-            return None
-        if not space.shape and str(value) != text.strip():  # 1.7 is not action 1
+            value = text if isinstance(space, Text) else _value(space, json.loads(text))
+        except (ValueError, TypeError, LookupError, RecursionError):
             return None
         return value if space.contains(value) else None
 
@@ -165,6 +179,25 @@ class GymnasiumGame(AdaptedGame):
             picture = _ESCAPE.sub("", _HIGHLIGHT.sub(r"[\1]", picture))
             shown = f"{shown}\n{picture.strip(chr(10))}"
         return shown
+
+
+def _value(space: Any, given: Any) -> Any:
+    """A JSON value in the types of a space; ValueError, TypeError or LookupError if it has none."""
+    import numpy as np
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Dict):
+        return {name: _value(part, given[name]) for name, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_value(part, each) for part, each in zip(space, given, strict=True))
+    if isinstance(space, spaces.Text):
+        return given
+    numbers = np.asarray(given)
+    whole = np.issubdtype(space.dtype, np.integer)
+    value = numbers.astype(space.dtype)
+    if numbers.dtype.kind not in ("iu" if whole else "iuf") or (whole and (value != numbers).any()):
+        raise ValueError(given)  # 1.7 is not action 1, and 257 not 1 of 8 bits
+    return value.item() if isinstance(space, spaces.Discrete) else value
 
 
 def _shown(value: Any) -> str:

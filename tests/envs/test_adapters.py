@@ -82,6 +82,95 @@ def test_actions_of_other_spaces_are_json() -> None:
     game.close()
 
 
+OWN_SPACES = """
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete, OneOf, Sequence, Text, Tuple
+
+class Echo(gymnasium.Env):
+    observation_space = Text(200)
+    render_mode = None
+
+    def __init__(self, action_space, **spaces):
+        self.action_space = action_space
+        vars(self).update(spaces)
+
+    def reset(self, *, seed=None, options=None):
+        space, self.seen = self.observation_space, "start"
+        return ("start" if isinstance(space, Text) else space.sample()), {}
+
+    def step(self, action):
+        return repr(action), 0.0, False, False, {}
+
+pixels = Dict(view=Box(0, 255, (64, 64, 3), np.uint8), speed=Discrete(3))
+for name, spaces in {
+    "Text": [Text(9)],
+    "Scalar": [Box(-2, 2, ())],
+    "Tuple": [Tuple([Discrete(2), Text(9)])],
+    "Dict": [Dict(to=Discrete(3), by=Box(0, 9, (2,), np.uint8))],
+    "Sequence": [Sequence(Discrete(3))],
+    "OneOf": [Tuple([Discrete(2), OneOf([Discrete(2), Text(9)])])],
+    "Pixels": [Discrete(2), pixels],
+    "Many": [Discrete(2), Box(0, 1, (65,))],
+}.items():
+    given = dict(zip(["action_space", "observation_space"], spaces))
+    make = lambda given=given, **more: Echo(**given)
+    gymnasium.register(f"{name}-v0", make, disable_env_checker=True)
+"""
+
+
+@pytest.fixture
+def own_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "own_spaces" not in sys.modules:  # a module registers its environments once
+        (tmp_path / "own_spaces.py").write_text(OWN_SPACES)
+        monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("own_spaces")
+@pytest.mark.parametrize(
+    ("space", "described", "actions", "refused"),
+    [
+        ("Text", "a text of 1 to 9 characters", {"up": "'up'"}, ["too long a text", '"up"']),
+        ("Scalar", "a value of Box", {"1": "array(1.", "0.1": "array(0.1"}, ["3", "[1]", '"1"']),
+        ("Tuple", "a value of Tuple", {'[1, "up"]': "(1, 'up')"}, ["1", "[1]", '[1.0, "up"]']),
+        (
+            *("Dict", "a value of Dict"),
+            {'{"by": [1, 2], "to": 2}': "{'to': 2, 'by': array([1, 2], dtype=uint8)}"},
+            ['{"to": 2}', '{"to": 3, "by": [1, 2]}', '{"to": 2, "by": [257, 2]}', "[]", "up"],
+        ),
+    ],
+)
+def test_actions_of_every_space_are_those_that_the_prompt_asks_for(
+    space: str, described: str, actions: dict[str, str], refused: list[str]
+) -> None:
+    spec = load(f"gym:own_spaces:{space}-v0")
+    assert spec.client is not None and spec.client.actions[0].startswith(described)
+    game = spec.new_game()
+    game.reset(0)
+    for action, seen in actions.items():
+        assert game.step(action).observation.startswith(seen)
+    for action in refused:
+        assert "is not an action; it must be" in game.step(action).observation
+    game.close()
+
+
+@pytest.mark.usefixtures("own_spaces")
+@pytest.mark.parametrize(
+    ("space", "problem"),
+    [
+        ("Sequence", r"actions in Sequence\(Discrete\(3\), stack=False\) are not supported"),
+        ("OneOf", r"actions in OneOf\(.*\) are not supported"),
+        ("Pixels", "has images"),
+        ("Many", "an observation has 65 numbers, more than 64"),
+    ],
+)
+def test_a_space_that_cannot_be_played_in_text_is_found_before_anything_starts(
+    space: str, problem: str
+) -> None:
+    with pytest.raises(UnknownEnvironment, match=f"gym:(own_spaces:)?{space}-v0.*{problem}"):
+        load(f"gym:own_spaces:{space}-v0")
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
