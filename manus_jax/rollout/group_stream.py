@@ -58,11 +58,12 @@ class GroupStream:
       mixture: the tasks; the stream draws from it.
       admission: the state of a new run.
       specs: (number, task's place) → the episodes of a group.
-      play: (spec, number, cancellation) → the scored outcomes of a spec. An exception ends the
-        run: the next `take` raises it.
+      play: (spec, number, cancellation) → the scored outcomes of a spec.
       accept: whether a complete group can be trained on.
       threads: episodes in flight, at most.
       max_dropped: dropped groups after which `take` returns an incomplete batch.
+
+    An exception in one of the functions ends the run: the next `take` raises it.
     """
 
     def __init__(
@@ -242,12 +243,14 @@ class GroupStream:
 
     def _work(self, number: int, member: int, spec: EpisodeSpec) -> None:
         try:
-            outcomes = self._play(spec, number, self._cancellation)
+            self._end(number, member, self._play(spec, number, self._cancellation))
         except BaseException as error:  # the learner's next `take` raises it
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
-            return
+
+    def _end(self, number: int, member: int, outcomes: Sequence[Outcome]) -> None:
+        """An episode has ended; with the last one of a group, the group is ready or dropped."""
         with self._changed:
             self._in_flight -= 1
             self._submit()

@@ -25,14 +25,25 @@ def played(spec, number, cancellation):
     return [two_turns(spec.uid, spec=spec)]
 
 
-def open_stream(play=played, batch_size=2, max_staleness=1, max_dropped=10**6, threads=4):
+def any_played(outcomes):
+    return any(isinstance(o, Trajectory) for o in outcomes)
+
+
+def open_stream(
+    play=played,
+    accept=any_played,
+    batch_size=2,
+    max_staleness=1,
+    max_dropped=10**6,
+    threads=4,
+):
     mixture = Mixture([("maze", TASKS, 1.0)], seed=3)
     return GroupStream(
         mixture,
         Admission(batch_size, max_staleness),
         specs=lambda number, place: group_specs(mixture.task(place), 2, str(number)),
         play=play,
-        accept=lambda outcomes: any(isinstance(o, Trajectory) for o in outcomes),
+        accept=accept,
         threads=threads,
         max_dropped=max_dropped,
     )
@@ -118,6 +129,20 @@ def test_an_error_in_an_episode_is_raised_by_take(opened):
 
     with pytest.raises(RuntimeError, match="the reward function is broken"):
         opened(play=play).take()
+
+
+def test_an_error_after_an_episode_is_raised_by_take(opened):
+    def accept(outcomes):
+        raise RuntimeError("a group is damaged")
+
+    stream = opened(accept=accept)
+    with ThreadPoolExecutor(1) as learner:
+        taking = learner.submit(stream.take)
+        try:
+            with pytest.raises(RuntimeError, match="a group is damaged"):
+                taking.result(20)
+        finally:
+            stream.close()
 
 
 def test_closing_cancels_episodes(opened):
