@@ -295,7 +295,8 @@ class ChatStream:
         """
         if "tools" not in template_variables(self._tokenizer.chat_template):
             raise ChatTemplateError(
-                "the chat template does not show tools to the model; choose another action format"
+                "the chat template does not show tools to the model; use a model whose template "
+                "does, another rollout.action_format, or requests without tools"
             )
         user, call = Message("user", "user"), ToolCall("sampled", {"text": _SAMPLED})
         asked = _as_dicts([user, Message("assistant", "", tool_calls=(call,))])

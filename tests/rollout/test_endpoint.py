@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import json
 import logging
+import re
 import socket
 import threading
 from typing import Any
@@ -240,7 +241,7 @@ def test_log_probs_and_usage_are_those_of_the_sampled_tokens() -> None:
         ({"frequency_penalty": 0.5}, "frequency_penalty = 0.5 is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_token": 5}, "unknown field 'max_token'"),
-        ({"tools": [MOVE]}, "the chat template does not show tools"),
+        ({"tools": [MOVE]}, "does not show tools to the model; .* or requests without tools"),
         ({"messages": [{"role": "user", "content": "a " * 5000}]}, "leave 0 of 2048 tokens"),
     ],
 )
@@ -255,8 +256,20 @@ def test_a_request_that_cannot_be_served_is_refused_by_name_and_not_recorded(
         )
         assert end(url, key) == []
     assert answer.status_code == 400
-    assert problem in answer.json()["error"]["message"]
+    assert re.search(problem, answer.json()["error"]["message"])
     assert engine.generations == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "responses"), ("POST", "embeddings"), ("GET", "chat/completions")],
+)
+def test_another_api_is_refused_with_what_there_is(method: str, path: str) -> None:
+    with serving_chat(says("Go up.")) as (url, _):
+        answer = requests.request(method, f"{url}/{path}", json={}, timeout=30)
+    assert answer.status_code in (404, 405)
+    problem = f"there is no {method} /v1/{path}: the endpoint has chat completions only"
+    assert answer.json()["error"]["message"].startswith(problem)
 
 
 def test_the_key_of_an_ended_episode_is_refused() -> None:

@@ -78,7 +78,8 @@ class Endpoint:
                 self.route("GET", "/episodes/{id}/v1/models", self._models),
                 self.route("POST", "/episodes/{id}/environment/{call}", self._environment),
                 *more_routes(self),
-            ]
+            ],
+            exception_handlers={404: _no_route, 405: _no_route},
         )
         self._socket = socket.create_server(("127.0.0.1", port), backlog=2048)
         self.root = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
@@ -317,6 +318,15 @@ class Endpoint:
                 raise ApiError(403, "this is the API key of another episode", "wrong_episode")
             raise ApiError(401, "this is not the API key of the episode", "invalid_api_key")
         return episode
+
+
+async def _no_route(http: HttpRequest, error: Any) -> Response:
+    refused = ApiError(
+        error.status_code,
+        f"there is no {http.method} {http.url.path}: the endpoint has chat completions only, at "
+        "POST /v1/chat/completions",
+    )
+    return JSONResponse(refused.body(), refused.status)
 
 
 def _ended() -> ApiError:
