@@ -69,11 +69,6 @@ def _discard(*_: object) -> None:
 setattr(roomgrid_level, "print", _discard)  # noqa: B010  (a module attribute mypy does not know)
 
 
-def item_of(level: str, seed: int) -> int:
-    """The item of a level (a name in `LEVELS`) and a seed."""
-    return LEVELS.index(level) + len(LEVELS) * seed
-
-
 def new_level(item: int) -> Any:
     """The minigrid environment of `item` in its initial state."""
     if not 0 <= item < len(LEVELS) * SEEDS:

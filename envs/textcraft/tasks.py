@@ -87,11 +87,6 @@ def task(item: int) -> Task:
     return Task(goal, tuple(recipe.command for recipe in shown), plan)
 
 
-def crafting_steps(item: int) -> int:
-    """The number of crafts in the plan of an item, a measure of its difficulty."""
-    return sum(isinstance(move, Craft) for move in task(item).plan)
-
-
 def _digest(*parts: str) -> bytes:
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).digest()
 

@@ -83,6 +83,12 @@ def settings(name: str, may_change: bool = False, of_engine: bool = False) -> An
     return register
 
 
+def changed(group: Any, *names: str) -> list[str]:
+    """The settings among `names` whose values are not their defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(group)}
+    return [name for name in names if getattr(group, name) != defaults[name]]
+
+
 def parse(files: Sequence[str], params: Sequence[str]) -> None:
     """Reads gin files and bindings, in this order; later values replace earlier ones."""
     global _parsed

@@ -3,7 +3,7 @@
 from typing import Literal
 from urllib.parse import urlsplit
 
-from manus_jax.config.binding import require, setting, settings
+from manus_jax.config.binding import changed, require, setting, settings
 
 _MAX_SECONDS = 10**6
 
@@ -59,11 +59,10 @@ class LoraSettings:
     export_merged: bool = setting(default=False, may_change=True)
 
     def __post_init__(self) -> None:
-        default = {"alpha": 16.0, "target_modules": "all-linear", "export_merged": False}
-        changed = [name for name, value in default.items() if getattr(self, name) != value]
+        without_rank = changed(self, "alpha", "target_modules", "export_merged")
         require(
-            self.rank is not None or not changed,
-            f"lora.{''.join(changed[:1])} is set and lora.rank is not",
+            self.rank is not None or not without_rank,
+            f"lora.{''.join(without_rank[:1])} is set and lora.rank is not",
         )
         require(self.target_modules != (), "lora.target_modules is empty")
 

@@ -9,7 +9,7 @@ defined in `model_settings`, those of servers in `server_settings`.
 
 from typing import Any, Literal
 
-from manus_jax.config.binding import require, setting, settings
+from manus_jax.config.binding import changed, require, setting, settings
 from manus_jax.config.model_settings import CompilationSettings as CompilationSettings
 from manus_jax.config.model_settings import ComputeSettings as ComputeSettings
 from manus_jax.config.model_settings import DistributedSettings as DistributedSettings
@@ -39,25 +39,24 @@ class OptimizerSettings:
 
     name: Literal["adamw", "adafactor"] = "adamw"
     moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of AdamW's first moment
-    # Where its state is kept between updates.
+    # Where the optimizer's state is kept between updates.
     state: Literal["device", "host"] = setting(default="device", may_change=True)
     lr: float = setting(default=1e-6, above=0, at_most=10)
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     warmup_steps: int = setting(default=0, at_least=0, at_most=_MAX_STEPS)
-    # Of lr, at the end of cosine and linear.
+    # What is left of lr at the end of the cosine or linear schedule.
     min_lr_ratio: float = setting(default=0.0, at_least=0, at_most=1)
     weight_decay: float = setting(default=0.01, at_least=0, at_most=10)
     b1: float = setting(default=0.9, at_least=0, below=1)
     b2: float = setting(default=0.999, at_least=0, below=1)
     eps: float = setting(default=1e-8, above=0, at_most=1)
-    grad_clip: float = setting(default=1.0, above=0, at_most=1e9)  # of the global norm
+    grad_clip: float = setting(default=1.0, above=0, at_most=1e9)  # limits the global norm
 
     def __post_init__(self) -> None:
-        default = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "moment_dtype": "float32"}
-        changed = [name for name, value in default.items() if getattr(self, name) != value]
+        of_adamw = changed(self, "b1", "b2", "eps", "moment_dtype")
         require(
-            self.name == "adamw" or not changed,
-            f"optimizer.name = {self.name!r} does not read optimizer.{''.join(changed[:1])}",
+            self.name == "adamw" or not of_adamw,
+            f"optimizer.name = {self.name!r} does not read optimizer.{''.join(of_adamw[:1])}",
         )
         require(
             self.schedule != "constant" or not self.min_lr_ratio,
@@ -73,9 +72,9 @@ class DataSettings:
     # Empty: the environments' own training tasks, and their own test tasks.
     train_files: tuple[str, ...] = setting(default=(), text="path")
     val_files: tuple[str, ...] = setting(default=(), text="path")
-    # Of the train files in the mixture; empty: by size.
+    # Weights of the train files in the mixture; empty: their sizes.
     train_weights: tuple[float, ...] = setting(default=(), above=0, at_most=1e9)
-    # Tasks that are first played from each train file alone, in their order; 0: none.
+    # A curriculum: so many tasks are first played from each train file alone, in order; 0: none.
     stage_tasks: int = setting(default=0, at_least=0, at_most=10**9)
     max_length: int = setting(default=2048, at_least=2, at_most=_MAX_TOKENS)  # tokens in a row
     # Rows in a micro-batch, over all devices.
@@ -114,7 +113,7 @@ class SftSettings:
     keep_checkpoints: int = setting(default=2, at_least=1, at_most=10**6, may_change=True)
     # The assistant's turns, or every token of a conversation; held-out losses are of turns.
     loss_on: LossOn = "turns"
-    # Updates in a row that are not finite.
+    # The run ends after so many updates in a row that are not finite.
     max_bad_updates: int = setting(default=3, at_least=1, at_most=10**6, may_change=True)
     strict_resume: bool = setting(default=False, may_change=True)  # see train.strict_resume
     export: bool = setting(default=True, may_change=True)  # to export/<step>/, at the end
@@ -173,27 +172,27 @@ class RolloutSettings:
     max_tokens_per_turn: int = setting(default=256, at_least=1, at_most=_MAX_TOKENS)
     max_total_tokens: int = setting(default=4096, at_least=2, at_most=_MAX_TOKENS)
     min_turn_tokens: int = setting(default=16, at_least=1, at_most=_MAX_TOKENS)
-    # Tokens of a turn after which an open thought is ended; None: no limit.
+    # Tokens per turn after which an unfinished thought is ended; None: no limit.
     thinking_tokens: int | None = setting(default=None, at_least=1, at_most=_MAX_TOKENS - 1)
     max_observation_tokens: int = setting(default=1024, at_least=1, at_most=_MAX_TOKENS)
     max_observation_chars: int = setting(default=20_000, at_least=1, at_most=10**9)
     temperature: float = setting(default=1.0, at_least=0, at_most=100)  # 0: greedy
     top_p: float = setting(default=1.0, above=0, at_most=1)
     top_k: int = setting(default=0, at_least=0, at_most=10**7)  # 0: off
-    # Turns that are kept; None: all.
+    # Turns that stay in the prompt; None: all.
     memory_turns: int | None = setting(default=None, at_least=0, at_most=10**5)
     action_format: str = "auto"  # the environment's own, or a name in action_formats.FORMATS
     prompt_source: PromptSource = "environment"
     prompt_layout: PromptLayout = "user"
-    # Of the environment's examples, at most.
+    # The number of the environment's examples in the prompt, at most.
     prompt_examples: int = setting(default=1, at_least=0, at_most=1000)
     example_layout: ExampleLayout = "turns"
-    # Per turn without valid action.
+    # Subtracted from the reward of every turn without a valid action.
     invalid_action_penalty: float = setting(default=0.0, at_least=0, at_most=10**6)
-    # Seconds per turn.
+    # Seconds that the engine may take for a turn.
     generation_timeout: float = setting(default=600.0, above=0, at_most=_MAX_SECONDS)
-    # Seconds per episode from its first session on, all attempts together; longer ones are dropped,
-    # and replaced in asynchronous runs. None: no limit.
+    # Seconds per episode from its first session on, including repeated attempts. Longer episodes
+    # are dropped, and replaced in asynchronous runs. None: no limit.
     episode_timeout: float | None = setting(default=None, above=0, at_most=_MAX_SECONDS)
     # Episodes played at the same time. With a minimum, the number follows the load of the engine
     # and the environments; None: always max_in_flight.
@@ -239,7 +238,7 @@ class EngineSettings:
     """The engine that generates: "jax" (embedded), "vllm" (servers), or another registered one."""
 
     name: str = "jax"
-    # Episodes whose KV cache is kept.
+    # Episodes that have a place in the KV cache.
     slots: int = setting(default=32, at_least=1, at_most=2**16, may_change=True)
     # Tokens in the KV cache, over all devices; None: slots x rollout.max_total_tokens.
     cache_tokens: int | None = setting(default=None, at_least=1, at_most=2**40, may_change=True)
@@ -248,7 +247,7 @@ class EngineSettings:
     # Devices that share one copy of the weights; None: mesh.tensor.
     tensor: int | None = setting(default=None, at_least=1, at_most=2**20, may_change=True)
     dtype: Literal["float32", "bfloat16"] = "float32"
-    # Tokens between two checks of the queue.
+    # Tokens that are generated between two checks of the queue.
     max_steps: int = setting(default=8, at_least=1, at_most=2**16, may_change=True)
 
 
@@ -261,7 +260,7 @@ class AlgorithmSettings:
     lam: float | None = setting(default=None, at_least=0, at_most=1)
     normalize_by_std: bool | None = None  # norm_adv_by_std_in_grpo
     step_weight: float | None = setting(default=None, at_least=0, at_most=1000)  # step_advantage_w
-    beta: float | None = setting(default=None, above=0, at_most=1000)  # of dpo
+    beta: float | None = setting(default=None, above=0, at_most=1000)  # dpo
     clip_low: float | None = setting(default=None, at_least=0, at_most=1)
     clip_high: float | None = setting(default=None, at_least=0, at_most=1000)
     dual_clip: float | None = setting(default=None, at_least=0, at_most=1000)  # 0: off
@@ -280,13 +279,13 @@ class AlgorithmSettings:
     reference: Literal["device", "host"] = setting(default="device", may_change=True)
     reference_dtype: Literal["float32", "bfloat16"] = "float32"
     dynamic_sampling: bool | None = None  # replace groups whose outcomes are all equal
-    # Batches of dynamic sampling, per step.
+    # Dynamic sampling plays at most so many batches per step.
     max_gen_batches: int = setting(default=10, at_least=1, at_most=10**5)
-    # gigpo: anchors at least this similar are one; None: if equal.
+    # gigpo: observations at least this similar count as equal; None: only equal ones do.
     similarity: float | None = setting(default=None, above=0, at_most=1)
     old_log_probs: Literal["recompute", "bypass"] = "recompute"  # bypass: the sampler's own
     ppo_epochs: int = setting(default=1, at_least=1, at_most=1000)
-    # Tasks per update; None: all.
+    # Tasks per update; None: all of a step.
     mini_batch_size: int | None = setting(default=None, at_least=1, at_most=10**5)
     # Steps in which only the critic is updated.
     critic_warmup: int = setting(default=0, at_least=0, at_most=_MAX_STEPS)
@@ -297,7 +296,7 @@ class AlgorithmSettings:
     reward_allocation: str = "last_token"  # a name in reward_allocation.ALLOCATIONS
     allocation_gamma: float = setting(default=1.0, at_least=0, at_most=1)
     on_reward_error: Literal["raise", "drop"] = "raise"
-    # Between the episodes of a step: a control, with which nothing can be learned.
+    # Permutes rewards between the episodes of a step: a control, from which nothing can be learned.
     shuffle_rewards: bool = False
 
     def __post_init__(self) -> None:
@@ -306,7 +305,7 @@ class AlgorithmSettings:
             f"algorithm.dual_clip = {self.dual_clip} must be above 1, or 0 for none",
         )
         require(
-            self.kl_controller == "adaptive" or (self.target_kl, self.kl_horizon) == (0.1, 10_000),
+            self.kl_controller == "adaptive" or not changed(self, "target_kl", "kl_horizon"),
             "algorithm.target_kl and algorithm.kl_horizon are only read with "
             "algorithm.kl_controller = 'adaptive'",
         )
@@ -332,7 +331,7 @@ class WarmStartSettings:
 class TrainSettings:
     """The run."""
 
-    # "{recipe}" and "{env}" are replaced by their names
+    # "{recipe}" and "{env}" stand for the names of the recipe and of the environments.
     run_dir: str = setting(default="", text="path", may_change=True)
     total_steps: int = setting(default=100, at_least=1, at_most=_MAX_STEPS, may_change=True)
     batch_size: int = setting(default=32, at_least=1, at_most=10**5)  # tasks per step
@@ -344,26 +343,27 @@ class TrainSettings:
     seed: int = setting(default=0, at_least=0, at_most=MAX_SEED)
     save_freq: int = setting(default=10, at_least=1, at_most=_MAX_STEPS, may_change=True)
     test_freq: int = setting(default=10, at_least=1, at_most=_MAX_STEPS, may_change=True)
-    # Besides the best.
+    # The newest checkpoints that are kept, in addition to the best one.
     keep_checkpoints: int = setting(default=2, at_least=1, at_most=10**6, may_change=True)
     # A damaged newest checkpoint is an error; by default the run continues from an older one.
     strict_resume: bool = setting(default=False, may_change=True)
     val_before_train: bool = True
     val_only: bool = False
-    # Per environment, always the same.
+    # Validation tasks per environment; they are always the same.
     val_tasks: int = setting(default=64, at_least=1, at_most=10**6)
     val_temperature: float = setting(default=0.0, at_least=0, at_most=100)
-    # They play the validation tasks once.
+    # Policies that play the validation tasks once, before the first step.
     baselines: tuple[Literal["oracle", "random"], ...] = setting(default=(), distinct=True)
-    # In a row: updates that are not finite, or steps without an episode to train on.
+    # The run ends after so many updates in a row that are not finite, or so many steps without an
+    # episode to train on.
     max_bad_updates: int = setting(default=3, at_least=1, at_most=10**6, may_change=True)
-    # Turn limits in order; empty: rollout.max_turns.
+    # Turn limits that follow each other during the run; empty: rollout.max_turns.
     turns_schedule: tuple[int, ...] = setting(default=(), at_least=1, at_most=10**5)
-    # Steps per turn limit.
+    # Steps with each of these turn limits.
     turns_schedule_steps: int = setting(default=100, at_least=1, at_most=_MAX_STEPS)
-    tensorboard: bool = setting(default=False, may_change=True)  # events in run_dir/tensorboard
+    tensorboard: bool = setting(default=False, may_change=True)  # writes to run_dir/tensorboard
     wandb_project: str = setting(default="", may_change=True)  # empty: no wandb
-    # Traces for TensorBoard and Perfetto in run_dir/profile/<step>.
+    # Steps whose profiles are written to run_dir/profile/<step>, for TensorBoard and Perfetto.
     profile_steps: tuple[int, ...] = setting(
         default=(), at_least=1, at_most=_MAX_STEPS, distinct=True, may_change=True
     )
@@ -385,7 +385,7 @@ class TrainSettings:
             "and those in train.trajectories are recorded",
         )
         require(
-            bool(self.turns_schedule) or self.turns_schedule_steps == 100,
+            bool(self.turns_schedule) or not changed(self, "turns_schedule_steps"),
             "train.turns_schedule_steps is set, and train.turns_schedule is empty",
         )
 
@@ -398,7 +398,7 @@ class EvaluateSettings:
     """"oracle", "random", a path (a Hugging Face directory, a run, a checkpoint of one), or
     openai:MODEL@URL for a model behind OpenAI's chat API, with its key in OPENAI_API_KEY."""
     out_dir: str = setting(default="", text="path")
-    # At most; larger sets contain smaller ones.
+    # Tasks per environment, at most; larger sets contain smaller ones.
     tasks_per_env: int = setting(default=50, at_least=1, at_most=10**6)
     split: Literal["train", "test"] = "test"  # of embedded environments; others have no splits
     # Tasks from files, in their order, instead of the split.

@@ -8,13 +8,31 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from manus_jax.data.tasks import DatasetError, Task
+from manus_jax.config.settings import DataSettings
+from manus_jax.data.tasks import DatasetError, Task, without
+
+Sources = list[tuple[str, list[Task], float]]
+"""Names, tasks and weights."""
+
+
+def file_sources(
+    data: DataSettings, tasks: Iterable[Sequence[Task]], held_out: Sequence[Task]
+) -> Sources:
+    """One source for each training file, given their `tasks`, without those that are held out."""
+    sources: Sources = []
+    for index, (path, listed) in enumerate(zip(data.train_files, tasks, strict=True)):
+        kept = without(listed, held_out)
+        weight = data.train_weights[index] if data.train_weights else float(max(1, len(kept)))
+        # Without the folder, because the order of the data must not depend on it.
+        sources.append((f"{index}:{Path(path).name}", kept, weight))
+    return sources
 
 
 class _Source:

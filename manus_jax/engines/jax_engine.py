@@ -180,8 +180,7 @@ class JaxEngine:
             queued = len(self._arrived) + len(self._waiting)
             if queued >= self._queue_size:
                 raise EngineError(
-                    f"the queue is full with {queued} requests; "
-                    "run fewer episodes at once or raise queue_size"
+                    f"the queue is full with {queued} requests; lower rollout.max_in_flight"
                 )
             self._arrived.append(job)
             self._inbox.notify()

@@ -5,6 +5,7 @@ Training creates the policy and critic from them; planning compiles them for oth
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,16 +15,23 @@ from jax.sharding import Mesh
 from manus_jax.algorithms.corrections import CORRECTIONS
 from manus_jax.algorithms.recipes import RECIPES, Recipe, policy_loss
 from manus_jax.algorithms.reward_allocation import ALLOCATIONS
-from manus_jax.config.binding import ConfigError
+from manus_jax.config.binding import ConfigError, changed
 from manus_jax.config.commands import TrainConfig
-from manus_jax.config.settings import AlgorithmSettings, DataSettings, ModelSettings
+from manus_jax.config.settings import (
+    AlgorithmSettings,
+    ComputeSettings,
+    DataSettings,
+    MeshSettings,
+    ModelSettings,
+)
 from manus_jax.learner import objectives
 from manus_jax.learner.learner import LearnerSpec
-from manus_jax.learner.mesh import check_batch, check_model
+from manus_jax.learner.mesh import check_batch, check_model, make_mesh
 from manus_jax.learner.optimizer import learning_rate, make_optimizer
 from manus_jax.learner.packing import RowShape
 from manus_jax.learner.update import Frozen
 from manus_jax.models.architecture import Architecture
+from manus_jax.models.attention import check_platform
 from manus_jax.models.lora import Lora, make_lora, split
 from manus_jax.models.transformer import (
     Compute,
@@ -85,14 +93,29 @@ def _refuse_unread(settings: AlgorithmSettings, recipe: Recipe) -> None:
             ("norm_constant",),
         ),
     }
-    default = AlgorithmSettings()
     for reason, (read, names) in needed.items():
-        for name in names:
-            value = getattr(settings, name)
-            if not read and value != getattr(default, name):
-                raise ConfigError(
-                    f"algorithm.{name} = {value} is not read: recipe {recipe.name} {reason}"
-                )
+        for name in () if read else changed(settings, *names):
+            raise ConfigError(
+                f"algorithm.{name} = {getattr(settings, name)} is not read: recipe {recipe.name} "
+                f"{reason}"
+            )
+
+
+def open_mesh(
+    mesh: MeshSettings,
+    compute: ComputeSettings,
+    data: DataSettings,
+    devices: Sequence[Any] | None = None,
+) -> tuple[Mesh, Compute]:
+    """A run's mesh (`devices` None: over all of them), and how the model is computed on it.
+
+    Raises if the devices cannot run the attention kernel, or rows do not divide over the mesh.
+    """
+    made = make_mesh(**dataclasses.asdict(mesh), devices=devices)
+    computed = make_compute(**dataclasses.asdict(compute), mesh=made)
+    check_platform(computed.kernel.implementation, made)
+    check_batch(data.rows, data.max_length, made, computed.kernel.implementation)
+    return made, computed
 
 
 def check_lengths(config: TrainConfig) -> None:
@@ -252,12 +275,12 @@ def split_shapes(shapes: Params, lora: Lora | None, dtype: str) -> tuple[Params,
 
 def check_reference(config: TrainConfig) -> None:
     """Raises ConfigError for settings of a reference policy that LoRA does not keep."""
-    for name, default in (("reference", "device"), ("reference_dtype", "float32")):
-        if config.lora.rank is not None and getattr(config.algorithm, name) != default:
-            raise ConfigError(
-                f"algorithm.{name} is set, but with lora.rank the reference policy is the frozen "
-                "base, which is not kept a second time"
-            )
+    kept = changed(config.algorithm, "reference", "reference_dtype")
+    if config.lora.rank is not None and kept:
+        raise ConfigError(
+            f"algorithm.{kept[0]} is set, but with lora.rank the reference policy is the frozen "
+            "base, which is not kept a second time"
+        )
 
 
 def _compute(config: TrainConfig, arch: Architecture, mesh: Mesh) -> Compute:

@@ -102,11 +102,6 @@ class Rollouts:
             self._stream.limit_episodes(self._limit.count)
             self._weights = EngineWeights(self._publish)
 
-    @property
-    def ahead(self) -> bool:
-        """Whether episodes are played while the learner works."""
-        return self._stream is not None
-
     def take(self, step: int) -> Played:
         """The groups of one step. Dynamic sampling replaces groups without a learning signal."""
         if self._recorded is not None:

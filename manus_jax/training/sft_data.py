@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from manus_jax.config.settings import DataSettings, LossOn
 from manus_jax.data.chat import ChatStream, ConversationError, EncodedConversation
-from manus_jax.data.tasks import DatasetError, Task, read_tasks, without
+from manus_jax.data.mixture import Sources, file_sources
+from manus_jax.data.tasks import DatasetError, Task, read_tasks
 from manus_jax.data_proto import DataProto
 from manus_jax.learner.packing import PackingError, add_packing
 from manus_jax.rollout.batch import padded
@@ -44,19 +44,13 @@ class Encoder:
         return self._cache[key]
 
 
-def read_conversations(
-    data: DataSettings,
-) -> tuple[list[tuple[str, list[Task], float]], list[Task]]:
+def read_conversations(data: DataSettings) -> tuple[Sources, list[Task]]:
     """The weighted training sources, and the held-out conversations, which they exclude."""
     if not data.train_files:
         raise DatasetError("data.train_files is empty: name a file of conversations to learn from")
     held_out = read_tasks(data.val_files, needs="conversation") if data.val_files else []
-    sources = []
-    for index, path in enumerate(data.train_files):
-        tasks = without(read_tasks(path, needs="conversation"), held_out)
-        weight = data.train_weights[index] if data.train_weights else float(max(1, len(tasks)))
-        # Without the folder, because the order of the data must not depend on it.
-        sources.append((f"{index}:{Path(path).name}", tasks, weight))
+    listed = (read_tasks(path, needs="conversation") for path in data.train_files)
+    sources = file_sources(data, listed, held_out)
     for task in (t for tasks in (*(s[1] for s in sources), held_out) for t in tasks):
         if not any(m.train for m in task.messages):
             raise ConversationError(f"{task.item_id} has no assistant turn to train on")

@@ -24,22 +24,21 @@ from manus_jax.data_proto import DataProto
 from manus_jax.errors import Stopped
 from manus_jax.learner import objectives
 from manus_jax.learner.learner import Learner, LearnerSpec
-from manus_jax.learner.mesh import check_batch, check_model, make_mesh
+from manus_jax.learner.mesh import check_model
 from manus_jax.learner.optimizer import learning_rate, make_optimizer
 from manus_jax.learner.packing import PackingError, RowShape
 from manus_jax.models import loading
 from manus_jax.models.architecture import Architecture
-from manus_jax.models.attention import check_platform
 from manus_jax.models.loading import PolicySource
 from manus_jax.models.lora import make_lora
-from manus_jax.models.transformer import Compute, Transformer, abstract_model, make_compute
+from manus_jax.models.transformer import Compute, Transformer, abstract_model
 from manus_jax.progress import ProgressLine
 from manus_jax.status import STATUS
 from manus_jax.training.checkpoints import Checkpoints
 from manus_jax.training.export import describe_adapters, export_policy
 from manus_jax.training.failures import FailureBudget, refuse_fewer_steps, require_updates
 from manus_jax.training.job import Job
-from manus_jax.training.learner_specs import check_experts, check_memory, split_shapes
+from manus_jax.training.learner_specs import check_experts, check_memory, open_mesh, split_shapes
 from manus_jax.training.policies import make_learner
 from manus_jax.training.run_directory import RunDirectory
 from manus_jax.training.sft_data import (
@@ -60,11 +59,8 @@ def run(
     `devices` None: all of them.
     """
     sft, data = config.sft, config.data
-    mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
-    compute = make_compute(**dataclasses.asdict(config.compute), mesh=mesh)
+    mesh, compute = open_mesh(config.mesh, config.compute, data, devices)
     kernel = compute.kernel.implementation
-    check_platform(kernel, mesh)
-    check_batch(data.rows, data.max_length, mesh, kernel)
     sources, held_out = read_conversations(data)
     source = loading.from_path(Path(config.model.path)) if config.model.path else None
     if source is None:

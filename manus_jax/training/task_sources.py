@@ -1,13 +1,9 @@
 """The training tasks of a run by source and its held-out tasks, of files or of environments."""
 
-from pathlib import Path
-
 from manus_jax.config.settings import DataSettings, EnvSettings
-from manus_jax.data.tasks import Task, read_tasks, without
+from manus_jax.data.mixture import Sources, file_sources
+from manus_jax.data.tasks import read_tasks
 from manus_jax.evaluation.eval_sets import EvalSet, make_eval_set, playable_tasks, split_tasks
-
-Sources = list[tuple[str, list[Task], float]]
-"""Names, tasks and weights."""
 
 
 def read_task_sources(
@@ -19,13 +15,6 @@ def read_task_sources(
     eval_set = make_eval_set(env, val_tasks, data.val_files, own_items=own_items)
     if not data.train_files:
         every = 10**9
-        sources = [(name, split_tasks(name, "train", every), 1.0) for name in env.names]
-        return sources, eval_set
+        return [(name, split_tasks(name, "train", every), 1.0) for name in env.names], eval_set
     held_out = read_tasks(data.val_files) if data.val_files else []
-    sources = []
-    playable = playable_tasks(data.train_files, env)
-    for index, (path, listed) in enumerate(zip(data.train_files, playable, strict=True)):
-        tasks = without(listed, held_out)
-        weight = data.train_weights[index] if data.train_weights else float(max(1, len(tasks)))
-        sources.append((f"{index}:{Path(path).name}", tasks, weight))
-    return sources, eval_set
+    return file_sources(data, playable_tasks(data.train_files, env), held_out), eval_set

@@ -16,7 +16,7 @@ from manus_jax.config.binding import ConfigError
 from manus_jax.config.commands import READS, SftConfig, TrainConfig
 from manus_jax.config.run_config import config_text
 from manus_jax.config.settings import LoraSettings, SftSettings, WarmStartSettings
-from manus_jax.data.mixture import Mixture
+from manus_jax.data.mixture import Mixture, Sources
 from manus_jax.files import (
     CHECKSUMS,
     DamagedError,
@@ -34,7 +34,6 @@ from manus_jax.training import supervised
 from manus_jax.training.failures import first_error
 from manus_jax.training.job import Job
 from manus_jax.training.run_directory import RunDirectory
-from manus_jax.training.task_sources import Sources
 
 _TRACES = "traces.jsonl"
 
