@@ -8,12 +8,12 @@ from manus_jax.training.run_directory import disk_errors
 def main(arguments: list[str]) -> None:
     parser = command.Parser(prog="python -m manus_jax.convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    read = commands.add_parser("from-hf", help="a Hugging Face directory into an Orbax checkpoint")
+    read = commands.add_parser("from-hf", help="converts a Hugging Face directory to a checkpoint")
     read.add_argument("--hf", type=command.path, required=True, help="the Hugging Face directory")
     read.add_argument(
         "--out", type=command.output_directory, required=True, help="the run directory to make"
     )
-    write = commands.add_parser("to-hf", help="an Orbax checkpoint into a Hugging Face directory")
+    write = commands.add_parser("to-hf", help="converts a checkpoint to a Hugging Face directory")
     write.add_argument(
         "--checkpoint", type=command.path, required=True, help="a run directory or a step below it"
     )

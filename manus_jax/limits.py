@@ -86,7 +86,7 @@ def shown(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # Python does not print numbers of thousands of digits
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"
     return text if len(text) <= 100 else f"{text[:80]}… ({len(text)} characters)"
 
 

@@ -50,9 +50,9 @@ def main(arguments: list[str]) -> None:
     if args.watch and args.out:
         parser.error("--watch writes no file; leave out --out")
     if args.markdown and not args.compare:
-        parser.error("--markdown is the table of --compare")
+        parser.error("--markdown needs --compare, whose table it writes")
     if args.images and not args.markdown:
-        parser.error("--images are those of --markdown")
+        parser.error("--images needs --markdown, whose file shows them")
     if args.out and _is_other_file(args.out, ".html", ".htm"):
         parser.error(f"--out {args.out} would replace a file that is not HTML")
     if args.compare:

@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--out", type=command.output_file, required=True, help="the parquet file to write"
     )
-    parser.add_argument("--split", default="train")
+    parser.add_argument("--split", default="train", help="of the items: train or test")
     parser.add_argument(
         "--seed",
         type=command.number(int, at_least=0, at_most=2**32 - 1),

@@ -117,7 +117,7 @@ def _listed(file: Path, directory: Path) -> list[Path]:
         games = json.loads(file.read_text(encoding="utf-8"))
         return [directory / x["task_type"] / x["task_id"] / "game.tw-pddl" for x in games]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise GameError(f"{file} is not a list of AgentGym's: {type(error).__name__}") from None
+        raise GameError(f"{file} is not one of AgentGym's lists: {type(error).__name__}") from None
 
 
 def _solvable(path: Path) -> bool:

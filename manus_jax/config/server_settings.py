@@ -107,7 +107,10 @@ class VllmSettings:
             f"{' '.join(elsewhere)} is set and vllm.weights_dir is not: name a directory that "
             "the servers see too, or set vllm.push = False to use the weights that they have",
         )
-        require(self.push or not started, "vllm.push = False, and servers started here need push")
+        require(
+            self.push or not started,
+            "vllm.push = False is for servers that run elsewhere; those started here need weights",
+        )
         require(
             not elsewhere or self.tensor_parallel == 1,
             "vllm.tensor_parallel is for servers that are started here",
@@ -132,6 +135,6 @@ class VllmSettings:
         needed = self.servers * size
         require(
             not self.servers or needed == count,
-            f"vllm.gpus: {self.servers} servers x tensor_parallel {size} = {needed} GPUs, and "
-            f"gpus gives them {count}",
+            f"vllm.gpus gives vLLM {count} GPUs, and {self.servers} servers x tensor_parallel "
+            f"{size} need {needed}",
         )

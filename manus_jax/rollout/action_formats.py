@@ -192,7 +192,7 @@ def _find_react(text: str) -> str:
         raise NoAction('there is no "Action:". Write "Action:" and then one action.')
     if len(marks) > 1:
         raise NoAction(
-            f'there are {len(marks)} times "Action:". Give only one action in every answer.'
+            f'"Action:" occurs {len(marks)} times. Give only one action in every answer.'
         )
     rest = text[marks[0].end() :]
     end = _NEXT_PART.search(rest)
@@ -323,7 +323,7 @@ _add("code_as_action", "```python", _render_code, _find_code)
 
 def _find_tool_input(text: str) -> str:
     if "with Action Input:" not in text:
-        raise NoAction('write "Action: NAME with Action Input: {...}" as last line.')
+        raise NoAction('write "Action: NAME with Action Input: {...}" as the last line.')
     return text
 
 

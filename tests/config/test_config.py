@@ -92,7 +92,7 @@ def test_the_operative_config_gives_the_same_settings_again(tmp_path):
         ("HOT = %HOT\noven.degrees = %HOT", "macro %HOT refers to itself"),
         ("include 'a=b.gin'", "include is only possible in gin files"),
         ("oven.degrees = " + "[" * 2000, "nested too deeply"),
-        ("oven.degrees = 0x" + "f" * 9000, "a number of thousands of digits must be at most 1000"),
+        ("oven.degrees = 0x" + "f" * 9000, "thousands of digits must be at most 1000"),
         ("degrees = 3", r"no binding refers to it .*; did you mean oven\.degrees or"),
     ],
 )

@@ -210,7 +210,7 @@ def test_agentgyms_lists_select_the_games_and_their_numbers(tmp_path, monkeypatc
         problem(0)
     (tmp_path / "mappings_test.json").write_text('["x"]')
     games._files.cache_clear()
-    assert "mappings_test.json is not a list of AgentGym's: TypeError" in str(missing())
+    assert "mappings_test.json is not one of AgentGym's lists: TypeError" in str(missing())
     problem.cache_clear()
     games._files.cache_clear()
 

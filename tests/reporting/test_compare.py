@@ -179,8 +179,8 @@ def test_the_config_of_a_run_starts_with_its_command() -> None:
     ("arguments", "message"),
     [
         (["RUN", "RUN"], "several runs need --compare"),
-        (["RUN", "--markdown=x.md"], "--markdown is the table of --compare"),
-        (["--compare", "RUN", "--images=x"], "--images are those of --markdown"),
+        (["RUN", "--markdown=x.md"], "--markdown needs --compare"),
+        (["--compare", "RUN", "--images=x"], "--images needs --markdown"),
         (["RUN", "--watch", "--out=x.html"], "--watch writes no file"),
         (["--compare", "RUN", "EMPTY"], "has no metrics to compare"),
         (["--compare", "RUN", "nowhere"], "nowhere does not exist"),

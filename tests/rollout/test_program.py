@@ -376,8 +376,8 @@ def test_policies_without_an_endpoint_play_the_environment_themselves(
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({}, "give one of function"),
-        ({"function": "a:b", "command": ["x"]}, "give one of function"),
+        ({}, "give either function"),
+        ({"function": "a:b", "command": ["x"]}, "give either function"),
         ({"function": "maze_programs"}, "must have the form 'module:function'"),
         ({"function": "maze_programs:nothing"}, "has no function 'nothing'"),
         ({"function": "no_such_package:play"}, "No module named 'no_such_package'"),

@@ -28,7 +28,7 @@ from manus_jax.vllm.open_pool import open_vllm, supervise
         ({"address_file": "a", "gpus": 1}, "either vllm.urls"),
         ({"urls": ["http://a"]}, "vllm.urls is set and vllm.weights_dir is not"),
         ({"address_file": "a"}, "vllm.address_file is set and vllm.weights_dir is not"),
-        ({"servers": 1, "push": False}, "need push"),
+        ({"servers": 1, "push": False}, "is for servers that run elsewhere"),
         ({"servers": 1, "attempts": "2"}, "vllm.attempts = '2' is not a whole number"),
         ({"servers": 1, "patience": 0}, "vllm.patience = 0.0 must be above 0"),
         ({"servers": 1, "snapshot_every": 0}, "vllm.snapshot_every = 0 must be at least 1"),
@@ -36,7 +36,7 @@ from manus_jax.vllm.open_pool import open_vllm, supervise
         ({"gpus": [1, 1]}, "names one twice: 1, 1"),
         (
             {"gpus": 4, "servers": 3},
-            "3 servers x tensor_parallel 1 = 3 GPUs, and gpus gives them 4",
+            "gives vLLM 4 GPUs, and 3 servers x tensor_parallel 1 need 3",
         ),
         ({"gpus": 5, "tensor_parallel": 2}, "5 GPUs are not divisible by tensor_parallel = 2"),
         (

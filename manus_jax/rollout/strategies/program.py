@@ -26,7 +26,7 @@ from manus_jax.rollout.endpoint.programs import (
     running_command,
     running_function,
 )
-from manus_jax.rollout.episode import AttemptFailed, PromptTooLong, with_retries
+from manus_jax.rollout.episode import AttemptFailed, PromptTooLong
 from manus_jax.rollout.strategies.registry import STRATEGIES, RolloutContext, declares
 from manus_jax.rollout.trajectory import EndReason, EpisodeSpec, Outcome, Trajectory
 from manus_jax.status import STATUS
@@ -39,7 +39,7 @@ RewardSource = Literal["environment", "result", "function"]
 
 def _check(function: str | None, command: Sequence[str] | None, reward: RewardSource) -> None:
     if (function is None) == (command is None):
-        raise ValueError("give one of function = 'module:name' and command = ['program', ...]")
+        raise ValueError("give either function = 'module:name' or command = ['program', ...]")
     if function is not None:
         load_function(function)
     if command is not None:
@@ -72,7 +72,7 @@ def program(
             function, command, cancellation
         )
 
-    return with_retries(spec, rollout.pool, rollout.settings, rollout.cancellation, play)
+    return rollout.with_retries(spec, play)
 
 
 class _Attempt:
