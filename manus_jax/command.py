@@ -34,10 +34,12 @@ class Parser(argparse.ArgumentParser):
         flags = list(self._option_string_actions)
         given = args[: args.index("--")] if "--" in args else args
         seen = set()
-        for flag in (word.partition("=")[0] for word in given if word.startswith("--")):
+        for flag, _, value in (word.partition("=") for word in given if word.startswith("--")):
             action = self._option_string_actions.get(flag)
             if flag in seen and not isinstance(action, argparse._AppendAction):
                 self.error(f"{flag} is given twice")
+            if value == "--":  # argparse would remove it
+                self.error(f"argument {flag}: expected one argument, not '--'")
             seen.add(flag)
             if flag not in flags and self._subparsers is None:
                 close = difflib.get_close_matches(flag, flags, n=1)
@@ -102,7 +104,7 @@ def path(text: str) -> Path:
     """The type of a flag that is a path."""
     if problem := path_problem(text):
         raise argparse.ArgumentTypeError(f"{shown(text)} {problem}")
-    return Path(text)
+    return Path(text).expanduser()  # shells do not expand --flag=~/path
 
 
 def _writable(text: str) -> Path:
@@ -135,8 +137,8 @@ def output_file(text: str) -> Path:
 def output_directory(text: str) -> Path:
     """The type of a flag that is a directory to write to."""
     target = _writable(text)
-    if target.is_file():
-        raise argparse.ArgumentTypeError(f"{text} is a file, not a directory")
+    if target.exists() and not target.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} exists and is not a directory")
     return target
 
 

@@ -30,6 +30,8 @@ def main(arguments: list[str]) -> None:
         "--json", type=command.output_file, metavar="OUT", help="also write the figures to OUT"
     )
     args = parser.parse_args(arguments)
+    if args.json and args.json.exists() and args.json.suffix != ".json":
+        parser.error(f"--json {args.json} would replace a file that is not JSON")
     jax.config.update("jax_platforms", "cpu")
     settings = read_train_config(args.gin_file, args.gin_param)
     figures = report_plan(

@@ -21,8 +21,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--poll",
         type=command.number(float, at_least=0.01, at_most=10**6),
-        default=2.0,
-        help="seconds between checks for a new checkpoint",
+        help="seconds between checks for a new checkpoint with --follow (2)",
     )
     parser.add_argument(
         "--snapshot-every",
@@ -38,7 +37,9 @@ def main(arguments: list[str]) -> None:
         help="a vLLM server's URL; may be repeated",
     )
     args = parser.parse_args(arguments)
-    poll = args.poll if args.follow else None
+    if args.poll is not None and not args.follow:
+        parser.error("--poll is for --follow")
+    poll = (args.poll or 2.0) if args.follow else None
     report = functools.partial(print, flush=True)
     publish_to_servers(args.run, args.to, poll, args.snapshot_every, args.server, report)
 

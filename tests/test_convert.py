@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -236,6 +237,15 @@ def test_outputs_that_cannot_be_written_or_are_not_new(
     assert "exists and is not empty" in text
     text = error_of(capsys, monkeypatch, "from-hf", "--hf", hf, "--out", run)
     assert "holds a run already" in text
+    text = error_of(capsys, monkeypatch, "from-hf", "--hf", hf, "--out", tmp_path)
+    assert "is not empty, it contains " in text
+
+
+def test_a_home_directory_in_a_flag_is_expanded(hf, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    convert.main(["from-hf", f"--hf={hf}", "--out=~/run"])
+    assert (tmp_path / "home/run/checkpoints/0").is_dir() and not Path("~").exists()
 
 
 def test_a_conversion_that_was_killed_can_be_run_again(hf, tmp_path):

@@ -12,7 +12,7 @@ _MAX_SECONDS = 10**6
 
 
 def _seconds(default: float | None) -> Any:
-    return setting(default=default, above=0, at_most=_MAX_SECONDS)
+    return setting(default=default, at_least=0.001, at_most=_MAX_SECONDS)
 
 
 def _count(default: int | None, at_least: int = 1, at_most: int = 10**6) -> Any:

@@ -2,7 +2,8 @@
 
 Each class is one group of bindings: `OptimizerSettings.lr` is bound by `optimizer.lr = 1e-5`.
 `setting(...)` gives the limits of a value and says whether it may change when a run is resumed.
-Upper limits are far above useful values; they catch slips such as a zero too many.
+Limits are far from useful values; they catch slips such as a zero too many, and numbers that
+are 0 or 1 in float32 although they are not meant to be.
 `config.commands` says which command reads which groups. The groups of the model and its devices are
 defined in `model_settings`, those of servers in `server_settings`.
 """
@@ -31,6 +32,15 @@ MAX_SEED = 2**32 - 1
 _MAX_TOKENS = 2**22
 _MAX_STEPS = 10**8
 _MAX_SECONDS = 10**6
+_LEAST_LR = 1e-12  # smaller updates do not change a weight
+_LEAST_TEMPERATURE = 0.01  # quotients of logits and less overflow
+
+
+def _check_temperature(name: str, value: float) -> None:
+    require(
+        value == 0 or value >= _LEAST_TEMPERATURE,
+        f"{name} = {value:g} must be at least {_LEAST_TEMPERATURE}, or 0 for the most likely token",
+    )
 
 
 @settings("optimizer")
@@ -41,16 +51,16 @@ class OptimizerSettings:
     moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of AdamW's first moment
     # Where the optimizer's state is kept between updates.
     state: Literal["device", "host"] = setting(default="device", may_change=True)
-    lr: float = setting(default=1e-6, above=0, at_most=10)
+    lr: float = setting(default=1e-6, at_least=_LEAST_LR, at_most=10)
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     warmup_steps: int = setting(default=0, at_least=0, at_most=_MAX_STEPS)
     # What is left of lr at the end of the cosine or linear schedule.
     min_lr_ratio: float = setting(default=0.0, at_least=0, at_most=1)
     weight_decay: float = setting(default=0.01, at_least=0, at_most=10)
-    b1: float = setting(default=0.9, at_least=0, below=1)
-    b2: float = setting(default=0.999, at_least=0, below=1)
-    eps: float = setting(default=1e-8, above=0, at_most=1)
-    grad_clip: float = setting(default=1.0, above=0, at_most=1e9)  # limits the global norm
+    b1: float = setting(default=0.9, at_least=0, at_most=0.9999)
+    b2: float = setting(default=0.999, at_least=0, at_most=0.999999)
+    eps: float = setting(default=1e-8, at_least=1e-30, at_most=1)
+    grad_clip: float = setting(default=1.0, at_least=1e-9, at_most=1e9)  # limits the global norm
 
     def __post_init__(self) -> None:
         of_adamw = changed(self, "b1", "b2", "eps", "moment_dtype")
@@ -70,10 +80,10 @@ class DataSettings:
     """The tasks or conversations, and the rows that their tokens are packed into."""
 
     # Empty: the environments' own training tasks, and their own test tasks.
-    train_files: tuple[str, ...] = setting(default=(), text="path")
-    val_files: tuple[str, ...] = setting(default=(), text="path")
+    train_files: tuple[str, ...] = setting(default=(), text="path", distinct=True)
+    val_files: tuple[str, ...] = setting(default=(), text="path", distinct=True)
     # Weights of the train files in the mixture; empty: their sizes.
-    train_weights: tuple[float, ...] = setting(default=(), above=0, at_most=1e9)
+    train_weights: tuple[float, ...] = setting(default=(), at_least=1e-9, at_most=1e9)
     # A curriculum: so many tasks are first played from each train file alone, in order; 0: none.
     stage_tasks: int = setting(default=0, at_least=0, at_most=10**9)
     max_length: int = setting(default=2048, at_least=2, at_most=_MAX_TOKENS)  # tokens in a row
@@ -177,7 +187,7 @@ class RolloutSettings:
     max_observation_tokens: int = setting(default=1024, at_least=1, at_most=_MAX_TOKENS)
     max_observation_chars: int = setting(default=20_000, at_least=1, at_most=10**9)
     temperature: float = setting(default=1.0, at_least=0, at_most=100)  # 0: greedy
-    top_p: float = setting(default=1.0, above=0, at_most=1)
+    top_p: float = setting(default=1.0, at_least=1e-6, at_most=1)
     top_k: int = setting(default=0, at_least=0, at_most=10**7)  # 0: off
     # Turns that stay in the prompt; None: all.
     memory_turns: int | None = setting(default=None, at_least=0, at_most=10**5)
@@ -190,7 +200,7 @@ class RolloutSettings:
     # Subtracted from the reward of every turn without a valid action.
     invalid_action_penalty: float = setting(default=0.0, at_least=0, at_most=10**6)
     # Seconds that the engine may take for a turn.
-    generation_timeout: float = setting(default=600.0, above=0, at_most=_MAX_SECONDS)
+    generation_timeout: float = setting(default=600.0, at_least=0.001, at_most=_MAX_SECONDS)
     # Seconds per episode from its first session on, including repeated attempts. Longer episodes
     # are dropped, and replaced in asynchronous runs. None: no limit.
     episode_timeout: float | None = setting(default=None, above=0, at_most=_MAX_SECONDS)
@@ -200,6 +210,7 @@ class RolloutSettings:
     min_in_flight: int | None = setting(default=None, at_least=1, at_most=10**5)
 
     def __post_init__(self) -> None:
+        _check_temperature("rollout.temperature", self.temperature)
         require(
             self.min_in_flight is None or self.min_in_flight <= self.max_in_flight,
             f"rollout.min_in_flight = {self.min_in_flight} is more than rollout.max_in_flight = "
@@ -260,20 +271,20 @@ class AlgorithmSettings:
     lam: float | None = setting(default=None, at_least=0, at_most=1)
     normalize_by_std: bool | None = None  # norm_adv_by_std_in_grpo
     step_weight: float | None = setting(default=None, at_least=0, at_most=1000)  # step_advantage_w
-    beta: float | None = setting(default=None, above=0, at_most=1000)  # dpo
+    beta: float | None = setting(default=None, at_least=1e-6, at_most=1000)  # dpo
     clip_low: float | None = setting(default=None, at_least=0, at_most=1)
     clip_high: float | None = setting(default=None, at_least=0, at_most=1000)
     dual_clip: float | None = setting(default=None, at_least=0, at_most=1000)  # 0: off
     entropy_coef: float | None = setting(default=None, at_least=0, at_most=1000)
     aggregation: str | None = None  # loss_agg_mode
     # The divisor of seq-mean-token-sum-norm.
-    norm_constant: float | None = setting(default=None, above=0, at_most=1e9)
+    norm_constant: float | None = setting(default=None, at_least=1e-3, at_most=1e9)
     corrections: tuple[str, ...] | None = setting(default=None, distinct=True)  # CORRECTIONS
     kl_placement: Literal["none", "reward", "loss"] | None = None
     kl_coef: float | None = setting(default=None, at_least=0, at_most=1000)
     kl_estimator: str | None = None
     kl_controller: Literal["fixed", "adaptive"] = "fixed"  # of the KL in the reward
-    target_kl: float = setting(default=0.1, above=0, at_most=1000)
+    target_kl: float = setting(default=0.1, at_least=1e-6, at_most=1000)
     kl_horizon: int = setting(default=10_000, at_least=1, at_most=10**9)
     # Where the reference policy is kept, and in which type.
     reference: Literal["device", "host"] = setting(default="device", may_change=True)
@@ -289,8 +300,8 @@ class AlgorithmSettings:
     mini_batch_size: int | None = setting(default=None, at_least=1, at_most=10**5)
     # Steps in which only the critic is updated.
     critic_warmup: int = setting(default=0, at_least=0, at_most=_MAX_STEPS)
-    cliprange_value: float = setting(default=0.5, above=0, at_most=10**6)
-    critic_lr: float = setting(default=1e-5, above=0, at_most=10)
+    cliprange_value: float = setting(default=0.5, at_least=1e-6, at_most=10**6)
+    critic_lr: float = setting(default=1e-5, at_least=_LEAST_LR, at_most=10)
     reward: str = "env"  # a name in rewards.REWARDS
     reward_parameters: dict[str, Any] = setting(factory=dict)
     reward_allocation: str = "last_token"  # a name in reward_allocation.ALLOCATIONS
@@ -324,7 +335,7 @@ class WarmStartSettings:
     random_share: float = setting(default=0.0, at_least=0, at_most=1)  # by a random policy
     batch_size: int = setting(default=16, at_least=1, at_most=10**5)
     loss_on: LossOn = "turns"  # see sft.loss_on
-    lr: float = setting(default=1e-3, above=0, at_most=10)
+    lr: float = setting(default=1e-3, at_least=_LEAST_LR, at_most=10)
 
 
 @settings("train")
@@ -372,6 +383,7 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         require(bool(self.run_dir), "train.run_dir is required")
+        _check_temperature("train.val_temperature", self.val_temperature)
         episodes = self.batch_size * self.group_size * (1 + self.max_staleness)
         require(
             episodes <= 10**6,
@@ -402,7 +414,7 @@ class EvaluateSettings:
     tasks_per_env: int = setting(default=50, at_least=1, at_most=10**6)
     split: Literal["train", "test"] = "test"  # of embedded environments; others have no splits
     # Tasks from files, in their order, instead of the split.
-    task_files: tuple[str, ...] = setting(default=(), text="path")
+    task_files: tuple[str, ...] = setting(default=(), text="path", distinct=True)
     # Episodes per task: the k of avg@k and pass@k.
     samples: int = setting(default=1, at_least=1, at_most=10**4)
     seed: int = setting(default=0, at_least=0, at_most=MAX_SEED)

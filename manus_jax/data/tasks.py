@@ -112,6 +112,8 @@ def _read_records(path: Path, needs: str) -> Iterable[Any]:
     if path.is_dir():
         inside = sorted(entry.name for entry in path.iterdir())[:5]
         raise DatasetError(f"{path} is a directory; give a file in it, e.g. one of {inside}")
+    if not path.is_file():
+        raise DatasetError(f"{path} is a pipe or a device, not a file")
     if path.stat().st_size == 0:
         raise DatasetError(f"{path} is empty (0 bytes)")
     match path.suffix:

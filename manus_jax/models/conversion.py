@@ -12,8 +12,10 @@ def from_hf(hf: Path, out: Path) -> Path:
     """Writes `out/checkpoints/0` and `out/model`: a run directory that contains only a model."""
     if orbax_params.list_steps(out / "checkpoints") or (out / "config.gin").exists():
         raise ModelError(f"{out} holds a run already; choose another --out")
-    if (out / "config.json").exists():
-        raise ModelError(f"{out} holds a Hugging Face model; choose another --out")
+    # An interrupted conversion leaves parts of these, and is run again.
+    others = [path.name for path in out.glob("[!.]*") if path.name not in ("checkpoints", "model")]
+    if others:
+        raise ModelError(f"{out} is not empty, it contains {others[0]}; choose another --out")
     card = huggingface.read_card(hf)
     huggingface.verify_model(hf)
     if any(hf.glob("tokenizer*")):

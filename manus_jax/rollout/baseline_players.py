@@ -63,7 +63,8 @@ class OraclePolicy:
 
     def check(self, env: str, settings: RolloutSettings) -> None:
         if env not in EMBEDDED or load(env).oracle is None:
-            raise ValueError(f"{env} has no oracle; those that may have one are {[*EMBEDDED]}")
+            known = ", ".join(name for name in EMBEDDED if ":" not in name)
+            raise ValueError(f"{env} has no oracle; those that may have one are {known}")
 
     def player(self, context: EpisodeContext) -> TextPlayer:
         task = context.spec.task

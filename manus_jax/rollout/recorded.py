@@ -97,7 +97,9 @@ def _problem(episode: Trajectory) -> str | None:
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_file():
+    if not path.exists():
+        raise RecordedError(f"train.trajectories: {path} does not exist")
+    if not path.is_dir():
         return [path]
     numbered = [f for f in (path / "trajectories").glob("*.jsonl") if f.stem.isdecimal()]
     return sorted(numbered, key=lambda file: int(file.stem))

@@ -2,7 +2,7 @@
 
 from manus_jax.config.settings import DataSettings, EnvSettings
 from manus_jax.data.mixture import Sources, file_sources
-from manus_jax.data.tasks import read_tasks
+from manus_jax.data.tasks import read_tasks, without
 from manus_jax.evaluation.eval_sets import EvalSet, make_eval_set, playable_tasks, split_tasks
 
 
@@ -13,8 +13,9 @@ def read_task_sources(
     # Without training files, training has checked that all servers have these items.
     own_items = not data.train_files
     eval_set = make_eval_set(env, val_tasks, data.val_files, own_items=own_items)
+    held_out = read_tasks(data.val_files) if data.val_files else []
     if not data.train_files:
         every = 10**9
-        return [(name, split_tasks(name, "train", every), 1.0) for name in env.names], eval_set
-    held_out = read_tasks(data.val_files) if data.val_files else []
+        splits = {name: split_tasks(name, "train", every) for name in env.names}
+        return [(name, without(splits[name], held_out), 1.0) for name in env.names], eval_set
     return file_sources(data, playable_tasks(data.train_files, env), held_out), eval_set

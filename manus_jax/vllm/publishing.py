@@ -68,17 +68,14 @@ def publish_run(
     try:
         for step_dir, card in _newest_steps(run, poll):
             version = int(step_dir.name)
-            if publisher is None:
-                existing = _published_already(to, version, card)
-                publisher = Publisher(to, card, snapshot_every=snapshot_every)
-            else:
-                existing = None
+            existing = _published_already(to, version, card) if publisher is None else None
             try:
                 params = open_step(step_dir, card)
             except CheckpointError:
                 if poll is not None and not step_dir.exists():
                     continue  # the run has removed it in favour of a newer one
                 raise
+            publisher = publisher or Publisher(to, card, snapshot_every=snapshot_every)
             if existing is not None:
                 if not publisher.holds(params, version):
                     raise WeightsError(

@@ -156,6 +156,8 @@ def inputs(tmp_path_factory):
         (path / name).symlink_to(Path(name).name)
     os.mkfifo(path / "pipe.gin")
     os.mkfifo(path / "pipe")
+    os.mkfifo(path / "pipe.jsonl")
+    (path / "device.jsonl").symlink_to("/dev/zero")
     return path
 
 
@@ -186,7 +188,7 @@ BINDINGS = {
         "optimizer.name": ["'sgd'", "3"],
         "rollout.strategy": ["'program'", "'nope'", "''", "3"],
         "rollout.strategy_parameters": ["{'x': 1}", "3", "[]", "{1: 1}"],
-        "train.trajectories": ["['nope']", "['good.jsonl']", "[3]", "['']", "['file', 'file']"],
+        "train.trajectories": ["['nope']", "['pipe']", "['good.jsonl']", "[3]", "['']", "['file', 'file']"],
         "algorithm.kl_estimator": ["'k9'", "''"],
         "algorithm.kl_placement": ["'los'", "'none'"],
         "algorithm.kl_coef": ["0", "-0.1", "1e9"],
@@ -209,7 +211,10 @@ BINDINGS = {
         "optimizer.min_lr_ratio": ["0.1"],
         "train.max_staleness": ["-1", "1001", "0.5", "100000"],
         "rollout.action_format": ["'recat'", "''"],
-        "rollout.temperature": ["0", "-1", "1e999", "'hot'"],
+        "rollout.temperature": ["0", "-1", "1e-30", "0.001", "1e999", "'hot'"],
+        "rollout.top_p": ["0", "1e-30"],
+        "rollout.generation_timeout": ["0", "1e-9"],
+        "train.val_temperature": ["-1", "1e-30", "0.001"],
         "rollout.max_tokens_per_turn": ["0", "1000000000000", "True"],
         "rollout.max_total_tokens": ["1024", "16", "0"],
         "rollout.prompt_source": ["'data'", "None"],
@@ -245,13 +250,14 @@ BINDINGS = {
         "train.save_freq": ["0", "-5", "0.5"],
         "warm_start.steps": ["0", "-1", "1.5"],
         "warm_start.random_share": ["1.5", "-0.1", "2"],
-        "optimizer.lr": ["0", "-1", "1e999", "1e30", "'1e-3'", "nan", "inf", "None"],
-        "optimizer.b1": ["1", "2", "-0.1"],
-        "optimizer.b2": ["1.0", "1e9"],
-        "optimizer.eps": ["-1", "0", "2"],
+        "optimizer.lr": ["0", "-1", "1e-300", "1e999", "1e30", "'1e-3'", "nan", "inf", "None"],
+        # 1 or 0 in float32.
+        "optimizer.b1": ["1", "2", "-0.1", "0.9999999999"],
+        "optimizer.b2": ["1.0", "1e9", "0.9999999999"],
+        "optimizer.eps": ["-1", "0", "2", "1e-300"],
         "optimizer.weight_decay": ["-1", "1e9"],
         "optimizer.schedule": ["'cos'", "3", "None"],
-        "optimizer.grad_clip": ["0", "-1", "1e999"],
+        "optimizer.grad_clip": ["0", "-1", "1e-300", "1e999"],
         "mesh.fsdp": ["0", "-2", "3", "1.5", "10000000"],
         "mesh.data": ["-1", "3"],
         "mesh.tensor": ["3", "0"],
@@ -283,6 +289,7 @@ BINDINGS = {
                 "['a\\0b.json']",
                 "[" + repr("x" * 300) + "]",
             ),
+            *("['pipe.jsonl']", "['device.jsonl']", "['good.jsonl', 'good.jsonl']"),
         ],
         "data.val_files": ["['nope.json']", "['empty.jsonl']", "['other_env.jsonl']"],
         "data.train_weights": ["[1.0]", "[0]", "[-1]", "1.0"],
@@ -336,7 +343,7 @@ BINDINGS = {
         "evaluate.split": ["'val'", "''"],
         "evaluate.task_files": [
             *("['nope.json']", "['empty.jsonl']", "['nothing.json']", "['other_env.jsonl']"),
-            *("['cut.json']", "['directory']", "'good.jsonl'"),
+            *("['cut.json']", "['directory']", "'good.jsonl'", "['good.jsonl', 'good.jsonl']"),
         ],
         "evaluate.seed": ["-1", "4294967296"],
         "env.names": ["['nope']", "[]", "['webarena']"],
@@ -376,7 +383,7 @@ ARGUMENTS: dict[str, list[list[str]]] = {
         *(["--gin_param=train.seed = [["], ["--gin_param=train.seed = '"], ["more"], ["-x"]),
         *(["--gin_param=train.seed == 1"], ["--gin_param=train.seed ="], ["--resume"]),
         *(["--gin_file=link.gin"], ["--gin_file=/dev/zero"], ["--gin_file=pipe.gin"]),
-        *(["--gin_file=exit.gin"], ["x" * 100_000]),
+        *(["--gin_file=exit.gin"], ["x" * 100_000], ["--gin_file=--"], ["--gin_param=--"]),
     ],
     "plan": [
         *([], ["--topology"], ["--topology="], ["--topology=v9:2x2"], ["--topology=v5e"]),
@@ -389,7 +396,7 @@ ARGUMENTS: dict[str, list[list[str]]] = {
         *([TOPOLOGY, f"--architecture={a}"] for a in ("gpt-9", "", "file", "directory", "a\0b")),
         *([TOPOLOGY, f"--architecture={a}"] for a in ("cut_config", "no_sizes", "list_config")),
         *([TOPOLOGY, f"--architecture={a}"] for a in ("binary.json", "deep.json", "link", "pipe")),
-        *([TOPOLOGY, "--json=link"], [TOPOLOGY, "--json=/"]),
+        *([TOPOLOGY, "--json=link"], [TOPOLOGY, "--json=/"], [TOPOLOGY, "--json=comment.gin"]),
         *([TOPOLOGY, TOPOLOGY], [TOPOLOGY, "--slices=1_0"], [TOPOLOGY, "--slices= 1"]),
         *([TOPOLOGY, "--architectur=qwen3-8b"], [TOPOLOGY, "more"], [TOPOLOGY, "--slice=1"]),
     ],
@@ -422,6 +429,8 @@ ARGUMENTS: dict[str, list[list[str]]] = {
             ["directory", "--to", "out", "--server", u]
             for u in ("", "a b", "ftp://h", "http://h:0")
         ),
+        *(["directory", "--to", p] for p in ("pipe", "--")),
+        *(["directory", "--to", "out", "--poll", "3"], ["directory", "--to=--"]),
         *(["directory", "--to", "out", "--flolow"], ["directory", "--to", "out", "more"]),
     ],
     "convert": [
@@ -430,6 +439,7 @@ ARGUMENTS: dict[str, list[list[str]]] = {
             ["from-hf", "--hf", h, "--out", "out"]
             for h in ("nope", "file", "directory", "", "a\0b")
         ),
+        ["from-hf", "--hf", "no_tokenizer", "--out", "pipe"],
         *(["from-hf", "--hf", h, "--out", "out"] for h in ("no_tokenizer", "cut_config", LONG)),
         *(["from-hf", "--hf", h, "--out", "out"] for h in ("list_config", "no_sizes")),
         *(["from-hf", "--hf", "no_tokenizer", "--out", o] for o in ("", "file", "file/x", "a\0b")),

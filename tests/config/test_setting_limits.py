@@ -42,7 +42,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "data.stage_tasks": {"data.train_files": ["a.json", "b.json"]},
     "distributed.process_id": {"distributed.processes": None},
     "env_pool.first_retry": {"env_pool.longest_retry": 10**6},
-    "env_pool.longest_retry": {"env_pool.first_retry": 5e-324},
+    "env_pool.longest_retry": {"env_pool.first_retry": 0.001},
     "lora.alpha": {"lora.rank": 1},
     "lora.export_merged": {"lora.rank": 1},
     "lora.target_modules": {"lora.rank": 1},
@@ -63,7 +63,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "vllm.gpu_memory_utilization": {"vllm.gpus": 1},
     "vllm.gpus": {"vllm.servers": 0},
     "vllm.learner_memory_fraction": {"vllm.gpus": 1},
-    "vllm.longest_retry": {"vllm.first_retry": 5e-324},
+    "vllm.longest_retry": {"vllm.first_retry": 0.001},
 }
 
 

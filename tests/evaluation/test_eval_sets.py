@@ -79,6 +79,16 @@ def test_every_environment_may_have_a_file_of_its_own(tmp_path: Path) -> None:
     ]
 
 
+def test_validation_tasks_from_a_file_are_not_trained_on(tmp_path: Path) -> None:
+    item = split_tasks("maze", "train", 1)[0].item_id
+    held_out = tmp_path / "held_out.json"
+    held_out.write_text(json.dumps([item]))
+    data = DataSettings(val_files=(str(held_out),))
+    [(_, tasks, _)], eval_set = read_task_sources(data, EnvSettings(names=("maze",)), 1)
+    assert [task.item_id for task in eval_set.tasks] == [item]
+    assert item not in [task.item_id for task in tasks]
+
+
 def test_items_that_an_embedded_environment_does_not_have_are_named_with_their_row(
     tmp_path: Path,
 ) -> None:
@@ -94,7 +104,10 @@ def test_items_that_an_embedded_environment_does_not_have_are_named_with_their_r
     assert [task.item for task in playable_tasks([str(path)], elsewhere)[0]] == [999, 0, 1000]
 
 
-@pytest.mark.parametrize("name", sorted(set(ENVIRONMENTS) - {"sciworld"}))
+OWN = [name for name, location in ENVIRONMENTS.items() if location.startswith("envs.")]
+
+
+@pytest.mark.parametrize("name", sorted({*OWN} - {"sciworld"}))  # which needs Java
 def test_every_embedded_environment_knows_how_many_items_it_has(name: str) -> None:
     spec = load(name)
     assert spec.item_count is not None

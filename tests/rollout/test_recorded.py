@@ -64,6 +64,9 @@ def test_episodes_that_do_not_fit_the_model_are_refused(tmp_path):
         read_recorded([path], 9, 20, {})
     with pytest.raises(RecordedError, match=r"has the token 19, and the model has a vocabulary"):
         read_recorded([path], 10, 19, {})
+    with pytest.raises(RecordedError, match="nothing does not exist"):
+        read_recorded([str(tmp_path / "nothing")], 10, 20, {})
+    (tmp_path / "nothing").mkdir()
     with pytest.raises(RecordedError, match="has no episodes with tokens"):
         read_recorded([str(tmp_path / "nothing")], 10, 20, {})
     (tmp_path / "broken.jsonl").write_text("{}\n")
