@@ -46,15 +46,12 @@ class Group:
 
 
 def write_comparison(
-    runs: Sequence[Path], page: Path | None, markdown: Path | None, images: Path | None = None
+    runs: Sequence[Path], page: Path, markdown: Path | None, images: Path | None = None
 ) -> list[Path]:
-    """Writes the page, the table of results, and pictures for it, those that are wanted."""
+    """Writes the page and, if they are wanted, the table of results and pictures for it."""
     groups = grouped([read_run(run.expanduser()) for run in runs])
     table = table_of(groups)
-    written = []
-    if page is not None:
-        text = render(comparison_data(groups, table), _SCRIPTS)
-        written.append(write_page(page.expanduser(), text))
+    written = [write_page(page.expanduser(), render(comparison_data(groups, table), _SCRIPTS))]
     if markdown is not None:
         text = markdown_of(table)
         if images is not None:

@@ -1,6 +1,7 @@
 """ALFWorld: AgentGym's texts, the rules of the package alfworld, generated games and an oracle."""
 
 import json
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from envs.alfworld.world import World
 from envs.game import GameError
 from envs.server import build_app
 
+HOUSEHOLD = Path(games.__file__).with_name("household.toml")
 RECORDED = Path(__file__).parents[1] / "support" / "alfworld_walks.jsonl"
 
 # A kitchen with a mug in a closed cabinet and two things at the sink, which share a location.
@@ -102,7 +104,8 @@ def test_commands_are_those_that_have_an_effect() -> None:
 
 def test_the_walks_recorded_with_the_package_alfworld_are_reproduced() -> None:
     walks = [json.loads(line) for line in RECORDED.read_text().splitlines()]
-    assert {walk["task_type"] for walk in walks} == set(games._HOUSEHOLD["tasks"])
+    household = tomllib.loads(HOUSEHOLD.read_text(encoding="utf-8"))
+    assert {walk["task_type"] for walk in walks} == set(household["tasks"])
     for walk in walks:
         world = World(problem(walk["item"]))
         assert world.start() == walk["start"]
@@ -168,11 +171,11 @@ def write_data_set(root: Path) -> None:
 
 
 def test_the_data_set_is_played_if_its_directory_is_given(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
-    problem.cache_clear()
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "empty"))
     assert "has no solvable game.tw-pddl files" in str(missing())
-    games._files.cache_clear()
-    write_data_set(tmp_path)
+    write_data_set(tmp_path / "data")
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "data"))
+    problem.cache_clear()
     assert missing() is None
     assert (list(items("train")), list(items("test")), number_of_items()) == ([0], [1], 2)
     game = AlfWorld()
@@ -201,18 +204,19 @@ def test_agentgyms_lists_select_the_games_and_their_numbers(tmp_path, monkeypatc
         (tmp_path / f"mappings_{split}.json").write_text(json.dumps(rows))
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
     problem.cache_clear()
-    games._files.cache_clear()
     assert missing() is None
     assert (list(items("train")), list(items("test")), number_of_items()) == ([1], [2], 3)
     assert problem(1).name == "pick_clean-Mug-None-Fridge-1/trial_T1"
     assert problem(2).name == "pick_clean-Mug-None-Fridge-3/trial_T5"
     with pytest.raises(GameError, match="has no game 0, of 0 to 2"):
         problem(0)
-    (tmp_path / "mappings_test.json").write_text('["x"]')
-    games._files.cache_clear()
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "mappings_train.json").write_text("[]")
+    (damaged / "mappings_test.json").write_text('["x"]')
+    monkeypatch.setenv("ALFWORLD_DATA", str(damaged))
     assert "mappings_test.json is not one of AgentGym's lists: TypeError" in str(missing())
     problem.cache_clear()
-    games._files.cache_clear()
 
 
 def office() -> str:
@@ -257,7 +261,6 @@ def test_the_server_answers_as_agentgyms_did(serve_app, tmp_path, monkeypatch) -
     (folder / "game.tw-pddl").write_text(json.dumps(game))
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
     problem.cache_clear()
-    games._files.cache_clear()
     client = Client(serve_app(build_app(SPEC)))
     answered = 0
     for exchange in exchanges:
@@ -271,7 +274,6 @@ def test_the_server_answers_as_agentgyms_did(serve_app, tmp_path, monkeypatch) -
         answered += 1
     assert answered == len(exchanges) - 2
     problem.cache_clear()
-    games._files.cache_clear()
 
 
 @pytest.mark.parametrize(

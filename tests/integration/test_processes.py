@@ -63,8 +63,7 @@ def episode(session: Session) -> str:
 
 def test_servers_are_played_restarted_when_killed_and_ended_with_the_block() -> None:
     with open_environments({"textcraft": "embedded"}, servers_per_env=2, supervision=EAGER) as pool:
-        group = pool._groups["textcraft"]
-        before = group.problems()
+        before = pool.problems()
         assert len(set(before)) == 2
         view = played(pool, "textcraft", episode)
         assert "Goal: craft" in view
@@ -72,7 +71,7 @@ def test_servers_are_played_restarted_when_killed_and_ended_with_the_block() -> 
         assert len(children) == 2
         for pid in children:
             os.kill(pid, signal.SIGKILL)
-        eventually(lambda: not set(before) & set(group.problems()))
+        eventually(lambda: not set(before) & set(pool.problems()))
         # The same item on the new server is the same task.
         assert played(pool, "textcraft", episode) == view
         successors = [int(pid) for pid in child_pids() if "textcraft" in command_line(pid)]

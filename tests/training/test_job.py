@@ -108,15 +108,20 @@ def test_a_message_is_sent_in_pieces_of_bounded_size(monkeypatch, size):
     monkeypatch.setattr(
         job_module.multihost_utils, "broadcast_one_to_all", lambda x: sent.append(x) or x
     )
-    data = bytes(range(256)) * 40
-    assert Job(0, 2)._broadcast(data[:size]) == data[:size]
-    assert sum(len(piece) for piece in sent[1:]) < size + 4096 + 1024
-    assert all(len(piece) <= 4096 for piece in sent[1:])
+    proto = DataProto.from_dict({"x": np.resize(np.arange(256, dtype=np.uint8), size)})
+    assert Job(0, 2).from_primary(lambda: proto) is proto
+    (high, low), *pieces = sent
+    data = proto.to_bytes()
+    assert int(high) * 2**31 + int(low) == len(data) > size
+    assert b"".join(piece.tobytes() for piece in pieces)[: len(data)] == data
+    assert sum(len(piece) for piece in pieces) < len(data) + 4096 + 1024
+    assert all(len(piece) <= 4096 for piece in pieces)
 
 
 def test_a_message_may_have_more_bytes_than_an_int32(monkeypatch):
     pieces = []
-    receive = lambda data, size: pieces.append(size) or b""
+    receive = lambda data, size: pieces.append(size) or (b"" if len(pieces) < 80 else message)
+    message = DataProto.from_dict({"x": np.arange(2)}).to_bytes()
     monkeypatch.setattr(job_module, "barrier", lambda timeout_s: None)
     monkeypatch.setattr(job_module, "_broadcast_piece", receive)
     monkeypatch.setattr(  # what process 0 sent, as JAX's int32 numbers
@@ -124,8 +129,9 @@ def test_a_message_may_have_more_bytes_than_an_int32(monkeypatch):
         "broadcast_one_to_all",
         lambda x: np.array(divmod(5 * 2**30, 2**31), np.int32),
     )
-    Job(1, 2)._broadcast(b"")
+    received = Job(1, 2).from_primary(DataProto.empty)
     assert pieces == [1 << 26] * 80
+    assert received.batch["x"].tolist() == [0, 1]
 
 
 def test_a_reference_on_the_host_keeps_each_slice_once_and_gives_back_the_same_array():
