@@ -188,7 +188,9 @@ BINDINGS = {
         "optimizer.name": ["'sgd'", "3"],
         "rollout.strategy": ["'program'", "'nope'", "''", "3"],
         "rollout.strategy_parameters": ["{'x': 1}", "3", "[]", "{1: 1}"],
-        "train.trajectories": ["['nope']", "['pipe']", "['good.jsonl']", "[3]", "['']", "['file', 'file']"],
+        "train.trajectories": [
+            *("['nope']", "['pipe']", "['good.jsonl']", "[3]", "['']", "['file', 'file']"),
+        ],
         "algorithm.kl_estimator": ["'k9'", "''"],
         "algorithm.kl_placement": ["'los'", "'none'"],
         "algorithm.kl_coef": ["0", "-0.1", "1e9"],
