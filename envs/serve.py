@@ -99,15 +99,19 @@ def listen(host: str, port: int) -> socket.socket:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = CommandParser(prog="python -m envs.serve", description=__doc__)
     parser.add_argument("name", help="the environment, e.g. textcraft, or my_env:SPEC")
-    parser.add_argument("--port", type=int, required=True, help="0 selects a free port")
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument(
+        "--port", type=int, required=True, help="the port to listen on; 0 selects a free one"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)"
+    )
     parser.add_argument("--api_key_file", type=Path, help=f"a file with the key; or {KEY_VARIABLE}")
-    parser.add_argument("--max_sessions", type=int, help="limit on live sessions")
+    parser.add_argument("--max_sessions", type=int, help="the most live sessions")
     parser.add_argument(
         "--max_sessions_per_client",
         type=int,
         default=MAX_SESSIONS_PER_CLIENT,
-        help="limit on live sessions of one client address",
+        help="the most live sessions of one client address",
     )
     parser.add_argument(
         "--session_ttl", type=float, default=3600.0, help="seconds until an unused session is freed"

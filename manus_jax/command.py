@@ -55,7 +55,11 @@ def config_parser(command: str, description: str) -> Parser:
     """A parser with the flags of every command that reads a gin configuration."""
     parser = Parser(prog=f"python -m manus_jax.{command}", description=description)
     parser.add_argument(
-        "--gin_file", action="append", default=[], metavar="FILE", help="may be given several times"
+        "--gin_file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a file of bindings; may be given several times, later files override earlier ones",
     )
     parser.add_argument(
         "--gin_param",

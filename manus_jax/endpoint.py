@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> None:
         "--port",
         type=command.number(int, at_least=0, at_most=65535),
         default=8001,
-        help="8001; 0 selects a free port",
+        help="the port to listen on (default: 8001); 0 selects a free one",
     )
     args = parser.parse_args(arguments)
     settings = with_engine_settings(read_endpoint_config(args.gin_file, args.gin_param))

@@ -14,18 +14,24 @@ from manus_jax.planning.report import report_plan
 
 def main(arguments: list[str]) -> None:
     parser = command.config_parser("plan", "Compiles the updates of a run for absent hardware.")
-    parser.add_argument("--topology", required=True, help="v5e:8x8, v5p:2x2x4, cuda:8x80GB, ...")
+    parser.add_argument(
+        "--topology", required=True, help="the hardware: v5e:8x8, v5p:2x2x4, cuda:8x80GB, ..."
+    )
     parser.add_argument(
         "--slices",
         type=command.number(int, at_least=1, at_most=4096),
         default=1,
-        help="number of TPU slices (1)",
+        help="the number of TPU slices (default: 1)",
     )
     parser.add_argument(
-        "--architecture", type=command.text, help="qwen2.5-7b, ..., or a config.json (model.path)"
+        "--architecture",
+        type=command.text,
+        help="a public model such as qwen2.5-7b, or a config.json (default: that of model.path)",
     )
     share = command.number(float, above=0, at_most=1)
-    parser.add_argument("--trained", type=share, default=0.3, help="share of agent tokens (0.3)")
+    parser.add_argument(
+        "--trained", type=share, default=0.3, help="the share of agent tokens (default: 0.3)"
+    )
     parser.add_argument(
         "--json", type=command.output_file, metavar="OUT", help="also write the figures to OUT"
     )

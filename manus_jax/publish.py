@@ -15,19 +15,19 @@ def main(arguments: list[str]) -> None:
     parser = command.Parser(prog="python -m manus_jax.publish", description=__doc__)
     parser.add_argument("run", type=command.path, help="a run directory")
     parser.add_argument(
-        "--to", type=command.output_directory, required=True, help="where versions are published"
+        "--to", type=command.output_directory, required=True, help="the directory of the versions"
     )
     parser.add_argument("--follow", action="store_true", help="publish every new checkpoint")
     parser.add_argument(
         "--poll",
         type=command.number(float, at_least=0.01, at_most=10**6),
-        help="seconds between checks for a new checkpoint with --follow (2)",
+        help="seconds between checks for a new checkpoint with --follow (default: 2)",
     )
     parser.add_argument(
         "--snapshot-every",
         type=command.number(int, at_least=1, at_most=10**6),
         default=20,
-        help="versions between two full snapshots",
+        help="versions between two full snapshots (default: 20)",
     )
     parser.add_argument(
         "--server",

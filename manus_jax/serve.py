@@ -26,40 +26,51 @@ from manus_jax.vllm.server_process import (
 
 def main(arguments: list[str]) -> None:
     parser = command.Parser(prog="python -m manus_jax.serve", description=__doc__)
-    parser.add_argument("--model", type=command.path, required=True, help="the initial weights")
-    parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1, or a private address")
-    parser.add_argument("--port", type=command.number(int, at_least=1, at_most=65535), default=8000)
+    parser.add_argument("--model", type=command.path, required=True, help="the model's directory")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="127.0.0.1 (the default) or a private address"
+    )
+    parser.add_argument(
+        "--port",
+        type=command.number(int, at_least=1, at_most=65535),
+        default=8000,
+        help="the port to listen on (default: 8000)",
+    )
     parser.add_argument(
         "--max-length",
         type=command.number(int, at_least=2, at_most=2**22),
-        help="tokens of a prompt and its generation",
+        help="the most tokens of a prompt and its generation together",
     )
     parser.add_argument(
         "--slots",
         type=command.number(int, at_least=1, at_most=2**16),
         default=64,
-        help="generations at once (64)",
+        help="requests that run at the same time (default: 64)",
     )
     parser.add_argument(
         "--lora-rank",
         type=command.number(int, at_least=1, at_most=MAX_LORA_RANK),
-        help="takes LoRA adapters up to this rank instead of whole models",
+        help="take LoRA adapters up to this rank instead of whole models",
     )
     parser.add_argument(
         "--dtype",
         choices=("auto", "bfloat16", "float16", "float32"),
         default="auto",
-        help="of the weights; auto: the model's",
+        help="the type to compute in (default: that of the model's weights)",
     )
     parser.add_argument("--python", type=command.text, help="the interpreter that has vLLM")
     parser.add_argument(
         "--gpus", type=gpu_names, help="the visible GPUs, as in CUDA_VISIBLE_DEVICES: 4,5"
     )
     parser.add_argument(
-        "--api-key-file", type=command.path, help=f"or {KEY_VARIABLE} in the environment"
+        "--api-key-file",
+        type=command.path,
+        help=f"a file with the API key, instead of {KEY_VARIABLE}",
     )
     parser.add_argument(
-        "--address-file", type=command.output_file, help="where it is listed while it serves"
+        "--address-file",
+        type=command.output_file,
+        help="a file that lists the server while it runs",
     )
     parser.add_argument("more", nargs="*", help="after --: vLLM's own options")
     args = parser.parse_args(arguments)

@@ -19,7 +19,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--out", type=command.output_file, required=True, help="the parquet file to write"
     )
-    parser.add_argument("--split", default="train", help="of the items: train or test")
+    parser.add_argument(
+        "--split", default="train", help="the split of the items: train (the default) or test"
+    )
     parser.add_argument(
         "--seed",
         type=command.number(int, at_least=0, at_most=2**32 - 1),
@@ -33,7 +35,7 @@ def main(arguments: list[str]) -> None:
         "--attempts",
         type=command.number(int, at_least=1, at_most=1000),
         default=1,
-        help="episodes of each item, of which the best is kept",
+        help="episodes of each item, of which the best is kept (default: 1)",
     )
     parser.add_argument(
         "--min_reward",
