@@ -216,14 +216,17 @@ class JaxEngine:
     def metrics(self) -> dict[str, float]:
         """Counters since the start, and current gauges."""
         counters = dataclasses.asdict(self._counters)
+        busy = len(self._table.busy)
+        # Requests that arrive during a dispatch begin after it, as far as there are slots.
+        idle = len(self._table.slots) - busy
         return {
             **counters,
             "busy_seconds": counters["prefill_seconds"] + counters["decode_seconds"],
             "evictions": self._table.evictions,
-            "active_slots": len(self._table.busy),
+            "active_slots": busy,
             "free_pages": self._table.free_pages,
             "kv_usage": self._table.usage,
-            "queue_length": len(self._arrived) + len(self._waiting),
+            "queue_length": len(self._waiting) + max(0, len(self._arrived) - idle),
         }
 
     def _enqueue(self, command: Callable[[], None]) -> None:

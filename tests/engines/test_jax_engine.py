@@ -353,6 +353,17 @@ def test_a_full_queue_is_an_error_and_waiting_requests_are_served(engine_with):
     assert len(holder.result(timeout=300).token_ids) == 16
 
 
+def test_requests_that_only_wait_for_the_end_of_a_dispatch_are_not_queued(engine_with):
+    engine, go, _ = held(engine_with, slots=4)
+    how = Sampling(max_tokens=4)
+    futures = [engine.submit(Request(ids_of(n, 9), how, 0, str(n))) for n in range(3)]
+    assert engine.metrics()["queue_length"] == 0  # each has a slot
+    futures += [engine.submit(Request(ids_of(n, 9), how, 0, str(n))) for n in (3, 4)]
+    assert engine.metrics()["queue_length"] == 2
+    go.set()
+    assert all(len(f.result(timeout=300).token_ids) == 4 for f in futures)
+
+
 def test_cancelling_frees_the_slot_and_the_place_in_the_queue(engine_with):
     engine, go, holder = held(engine_with, slots=1, queue_size=2)
     how = Sampling(max_tokens=4)
