@@ -127,6 +127,8 @@ def parameter_problem(
         annotation = signature.parameters[name].annotation
         if not _fits(value, annotation):
             wanted = _MODULES.sub("", inspect.formatannotation(annotation))
+            if typing.get_origin(annotation) is typing.Literal:
+                wanted = f"one of {', '.join(map(repr, typing.get_args(annotation)))}"
             return f"{what}: {name} = {shown(value)} must be {wanted}"
     return None
 

@@ -83,6 +83,10 @@ def test_lasting_failures_are_one_error_that_names_the_server() -> None:
 def test_invalid_model_addresses_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be MODEL@URL"):
         ChatApi.parse(text)
+    with pytest.raises(
+        ValueError, match=r"'m' must be MODEL@URL, such as MODEL@http://HOST:PORT/v1$"
+    ):
+        ChatApi.parse("m")
     assert ChatApi.parse("a@b@http://h:1/v1/") == ChatApi("a@b", "http://h:1/v1")
 
 

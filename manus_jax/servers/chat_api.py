@@ -52,7 +52,9 @@ class ChatApi:
     def parse(cls, text: str) -> "ChatApi":
         """Reads MODEL@URL, such as gpt-x@https://host/v1; ValueError for anything else."""
         model, _, url = text.rpartition("@")
-        problem = "has no model" if not model else url_problem(url)
+        if not model:
+            raise ValueError(f"{text!r} must be MODEL@URL, such as MODEL@http://HOST:PORT/v1")
+        problem = url_problem(url)
         if problem is None and "://" not in url:
             problem = "is not an address: write http://HOST:PORT/v1"
         if problem is not None:

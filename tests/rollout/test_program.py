@@ -387,7 +387,7 @@ def test_policies_without_an_endpoint_play_the_environment_themselves(
         ({"command": [3]}, r"command = \[3\] must be Sequence\[str\] \| None"),
         ({"command": 3}, "command = 3 must be Sequence"),
         ({"command": {"a": 1}}, "must be Sequence"),
-        ({"function": "maze_programs:plays", "reward": "luck"}, "reward"),
+        ({"function": "maze_programs:plays", "reward": "luck"}, "'luck' must be one of 'env"),
     ],
 )
 def test_mistakes_are_found_before_anything_starts(
