@@ -1,12 +1,14 @@
 """Programs as episodes: exact tokens, three sources of rewards, and all kinds of failure."""
 
 import dataclasses
+import gc
 import logging
 import math
 import resource
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -125,6 +127,30 @@ def test_the_turn_limit_and_the_context_end_an_episode_that_the_environment_scor
     [ended] = play(engine, pool, tokens)
     assert isinstance(ended, Trajectory), ended
     assert ended.end_reason == "context" and len(ended.segments[0]) <= 400
+
+
+def test_a_reply_that_is_not_waited_for_does_not_hide_the_limit(
+    pool: EnvironmentPool,
+    engine_of: Callable[..., ScriptedEngine],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    over = threading.Event()
+
+    def script(request: Request, seen: str) -> str:
+        if seen == "slow":
+            maze_programs.CALLS.append(seen)
+            over.wait(20)
+        return "look"
+
+    limited = dataclasses.replace(function("asks_twice_at_once"), max_turns=2)
+    try:
+        [ended] = play(engine_of(script), pool, limited)
+    finally:
+        over.set()
+    assert isinstance(ended, Trajectory), ended
+    assert (len(ended.turns), ended.end_reason) == (1, "max_turns")
+    gc.collect()  # asyncio reports forgotten exceptions when it frees them
+    assert not caplog.records
 
 
 def test_a_program_may_score_itself_or_leave_it_to_the_reward_function(

@@ -1,6 +1,8 @@
 """Programs that play the maze through the endpoint, in all the ways that go right and wrong."""
 
 import asyncio
+import contextlib
+import threading
 import time
 from typing import Any
 
@@ -10,12 +12,14 @@ KEYS: list[str] = []
 CALLS: list[str] = []
 
 
-def complete(task: Any, messages: list[Any], key: str | None = None, **fields: Any) -> Any:
+def complete(
+    task: Any, messages: list[Any], key: str | None = None, timeout: float = 30.0, **fields: Any
+) -> Any:
     answer = requests.post(
         f"{task.base_url}/chat/completions",
         json={"model": "policy", "messages": messages, **fields},
         headers={"Authorization": f"Bearer {key or task.api_key}"},
-        timeout=30,
+        timeout=timeout,
     )
     if answer.status_code != 200:
         raise RuntimeError(answer.json()["error"]["message"])
@@ -76,6 +80,24 @@ def ignores_errors(task: Any, **fields: Any) -> float:
 
 def misspells(task: Any) -> float:
     return ignores_errors(task, max_token=5)
+
+
+def asks_twice_at_once(task: Any) -> None:
+    complete(task, [{"role": "user", "content": task.reset()}])
+    waiting = threading.Thread(target=ignores_a_slow_reply, args=[task])
+    waiting.start()
+    while not CALLS:  # until the model has that request
+        time.sleep(0.01)
+    try:
+        complete(task, [{"role": "user", "content": "refused"}])
+    finally:
+        waiting.join()
+        requests.get(f"{task.base_url}/models", timeout=30)  # the other connection is closed now
+
+
+def ignores_a_slow_reply(task: Any) -> None:
+    with contextlib.suppress(requests.Timeout):
+        complete(task, [{"role": "user", "content": "slow"}], timeout=1.0)
 
 
 def uses_the_first_key(task: Any) -> None:

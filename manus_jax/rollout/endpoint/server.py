@@ -174,7 +174,8 @@ class Endpoint:
         try:
             return await self._complete(episode, http)
         except ApiError as refusal:
-            episode.refusal = refusal
+            if not episode.ended:
+                episode.refusal = refusal
             raise
 
     async def _complete(self, episode: EndpointEpisode, http: HttpRequest) -> Response:
@@ -253,10 +254,12 @@ class Endpoint:
             if work.done():
                 return work.result()
             if hung_up.done():
-                raise ApiError(400, "the client closed the connection")
+                raise ClientDisconnect
             raise EngineError(f"the engine did not respond within {episode.limits.timeout:g} s")
         finally:
             episode.running.discard(work)
+            # asyncio would log the exception of work that nobody waits for any more.
+            work.add_done_callback(lambda done: done.cancelled() or done.exception())
             work.cancel()
             hung_up.cancel()
 
