@@ -11,18 +11,41 @@ import pytest
 
 
 @pytest.mark.parametrize("module", ["manus_jax.evaluate", "envs.serve"])
-def test_ctrl_c_while_a_command_is_imported_is_one_line(module, tmp_path):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_while_a_command_is_imported_is_one_line(module, name, tmp_path):
+    number = signal.Signals[name]
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, threading, signal, time\n"
         "def interrupt():\n"
         "    while 'numpy' not in sys.modules and 'uvicorn' not in sys.modules:\n"
         "        time.sleep(0.001)\n"
-        "    signal.raise_signal(signal.SIGINT)\n"
+        f"    signal.raise_signal(signal.{name})\n"
         "threading.Thread(target=interrupt, daemon=True).start()\n"
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     ended = subprocess.run(
         [sys.executable, "-m", module],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    what = {"SIGINT": "interrupted", "SIGTERM": "terminated"}[name]
+    assert ended.returncode == -number
+    assert ended.stderr == f"{what} before anything was started\n"
+
+
+def test_ctrl_c_in_a_garbage_collection_during_imports_is_not_lost(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import gc, signal, sys\n"
+        "def interrupt(phase, _):\n"
+        "    if 'numpy' in sys.modules:\n"
+        "        gc.callbacks.clear()\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "gc.callbacks.append(interrupt)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    ended = subprocess.run(
+        [sys.executable, "-m", "manus_jax.evaluate"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
