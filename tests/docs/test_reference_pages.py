@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from manus_jax.agentgym.rewards import RewardKind
 from manus_jax.algorithms import aggregation, corrections, kl, recipes, reward_allocation
 from manus_jax.config import settings
+from manus_jax.models.families import FAMILIES
+from manus_jax.rollout.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -168,6 +171,25 @@ def test_every_part_has_its_formula():
     for name, correction in corrections.CORRECTIONS.items():
         row = f"| {correction.level} | {correction.action} | {correction.low:g} |"
         assert f"\n| {name} {row} {correction.high:g} |" in ALGORITHMS
+
+
+def test_the_tables_of_models_lora_and_strategies_name_what_there_is():
+    models, lora, strategies = (
+        re.findall(r"^\| (.+) \|$", (DOCS / page).read_text(), re.MULTILINE)
+        for page in ("models.md", "lora.md", "strategies.md")
+    )
+    assert {row.split("`")[1] for row in models if row.count("`") == 2} - {"model_type"} == {
+        *FAMILIES
+    }
+    bindings = [f"lora.{field.name}" for field in dataclasses.fields(settings.LoraSettings)]
+    assert [row.split("`")[1] for row in lora if row.startswith("`lora.")] == bindings
+    shown = {
+        row.split("`")[1]: row.rpartition(" | ")[2] for row in strategies[1 : 1 + len(STRATEGIES)]
+    }
+    assert {*shown} == {*STRATEGIES}
+    for name, parameters in shown.items():
+        own = {*inspect.signature(STRATEGIES[name]).parameters} - {"spec", "rollout"}
+        assert set(re.findall(r"`(\w+)`", parameters)) == own, name
 
 
 def test_the_guide_names_the_meanings_that_a_reward_can_have():
