@@ -39,11 +39,15 @@ class DirectoryInUse(UserError):
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replaces a file, on disk when this returns; readers see the old content or the new."""
     work = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    with work.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    work.replace(path)
+    try:
+        with work.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        work.replace(path)
+    except BaseException:
+        work.unlink(missing_ok=True)  # a disk that is full, for instance
+        raise
     sync_directory(path.parent)
 
 

@@ -125,3 +125,15 @@ def test_a_pipe_in_place_of_a_listed_file_is_damage(directory):
     os.mkfifo(directory / "a")
     with pytest.raises(DamagedError, match="a cannot be read: it is not a file"):
         verify_checksums(directory)
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_part(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    write_atomically(tmp_path / "report.html", "old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(tmp_path / "report.html", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    assert (tmp_path / "report.html").read_text() == "old"

@@ -10,6 +10,7 @@ import functools
 import logging
 import math
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,15 @@ ATOMICITY = ocp.options.AtomicityOptions(
 # logs the errors of the other tasks of such a save when they are collected as garbage.
 logging.getLogger("absl").addFilter(lambda r: not (r.exc_info and "orbax" in r.pathname))
 logging.getLogger("asyncio").addFilter(lambda r: not (r.exc_info and "orbax" in r.getMessage()))
+
+
+def _report_uncaught(hook: Any, kind: type[BaseException], error: Any, trace: Any) -> None:
+    """Python's report of an error, without those of TensorStore's threads after such a save."""
+    if kind is not RuntimeError or str(error) != "Event loop is closed":
+        hook(kind, error, trace)
+
+
+sys.excepthook = functools.partial(_report_uncaught, sys.excepthook)
 
 
 class CheckpointError(UserError, ValueError):

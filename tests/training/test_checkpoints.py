@@ -334,3 +334,10 @@ def test_arrays_that_cannot_be_written_are_one_line_without_tracebacks(tmp_path,
         checkpoints.wait()
     gc.collect()  # asyncio logs the errors of tasks when they are collected
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
+def test_threads_that_report_to_a_save_that_has_failed_print_no_traceback(capsys):
+    sys.excepthook(RuntimeError, RuntimeError("Event loop is closed"), None)
+    assert capsys.readouterr().err == ""
+    sys.excepthook(RuntimeError, RuntimeError("something else"), None)
+    assert "something else" in capsys.readouterr().err
