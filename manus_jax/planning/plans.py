@@ -45,7 +45,13 @@ from manus_jax.planning.programs import (
 from manus_jax.planning.topologies import Topology
 from manus_jax.rollout.build_rollout import ENGINES, embedded_decoder
 from manus_jax.rollout.strategies import episodes_per_spec
-from manus_jax.training.learner_specs import critic_spec, make_recipe, policy_spec, updates_per_step
+from manus_jax.training.learner_specs import (
+    critic_spec,
+    make_recipe,
+    policy_spec,
+    tasks_per_update,
+    updates_per_step,
+)
 
 # Assumed shares of peak FLOP/s and of link bandwidth.
 FLOPS_UTILISATION, LINK_UTILISATION = 0.7, 0.8
@@ -170,7 +176,7 @@ def workload_of(
     """
     lora = make_lora(config.lora, arch)
     rollout = config.rollout
-    rows = _mini_batch(config) * config.train.group_size * episodes_per_spec(rollout)
+    rows = tasks_per_update(config) * config.train.group_size * episodes_per_spec(rollout)
     per_turn = rollout.prompt_source == "per_turn"
     if per_turn or rollout.memory_turns is not None:
         together = 0 if per_turn else rollout.memory_turns or 0
@@ -189,11 +195,6 @@ def workload_of(
         adafactor=config.optimizer.name == "adafactor",
         adapters=0 if lora is None else sum(map(math.prod, lora.layer_shapes(arch).values())),
     )
-
-
-def _mini_batch(config: TrainConfig) -> int:
-    batch = config.train.batch_size
-    return min(config.algorithm.mini_batch_size or batch, batch)
 
 
 def make_plan(

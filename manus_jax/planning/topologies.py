@@ -149,7 +149,7 @@ def missing_compiler(topology: Topology) -> str:
     """What to install so that a topology is compiled instead of estimated."""
     what = "libtpu" if topology.platform == "tpu" else "JAX's CUDA plug-in (with nvidia-cuda-nvcc)"
     return (
-        f"{what} is not installed in the version of jax, so this is an estimate: "
+        f"{what} is not installed in the version that belongs to jax, so this is an estimate: "
         "pip install 'manus-jax[plan]'"
     )
 

@@ -198,10 +198,15 @@ def replays_experts(config: TrainConfig) -> bool:
     return own is not None and ENGINES[config.engine.name].returns_experts(own)
 
 
+def tasks_per_update(config: TrainConfig) -> int:
+    """The number of tasks in a mini-batch, at most those of a step."""
+    tasks = config.train.batch_size
+    return min(config.algorithm.mini_batch_size or tasks, tasks)
+
+
 def updates_per_step(config: TrainConfig) -> int:
     """The number of optimizer updates in a step that uses all of its tasks."""
-    size = config.algorithm.mini_batch_size or config.train.batch_size
-    return config.algorithm.ppo_epochs * -(-config.train.batch_size // size)
+    return config.algorithm.ppo_epochs * -(-config.train.batch_size // tasks_per_update(config))
 
 
 def policy_lr(config: TrainConfig) -> optax.Schedule:
@@ -296,8 +301,7 @@ def _rows(config: TrainConfig) -> tuple[RowShape, int, int]:
     """The shape of packed rows, and the micro-batches of an update and of a step if each row holds
     one segment."""
     train, rows = config.train, config.data.rows
-    tasks = min(config.algorithm.mini_batch_size or train.batch_size, train.batch_size)
     group_size = train.group_size * episodes_per_spec(config.rollout)
     micro_batches = lambda tasks: -(-tasks * group_size // rows)
     shape = RowShape(rows, config.data.max_length)
-    return shape, micro_batches(tasks), micro_batches(train.batch_size)
+    return shape, micro_batches(tasks_per_update(config)), micro_batches(train.batch_size)
