@@ -5,6 +5,7 @@ settings that it receives are checked as far as they can be without either.
 """
 
 import dataclasses
+import json
 import re
 import shlex
 from pathlib import Path
@@ -13,6 +14,7 @@ import jax
 import pytest
 
 from envs import registry
+from envs.sqlgym.tasks import items, questions
 from manus_jax import evaluate, plan, sft, traces, train
 from manus_jax.agentgym.table import ENVIRONMENTS
 from manus_jax.config.binding import ConfigError
@@ -190,3 +192,19 @@ def test_files_that_cannot_be_read_are_one_line(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         train.main([f"--gin_file={tmp_path / 'top.gin'}"])
     assert "\n" not in str(caught.value)
+
+
+def test_learn_sqlgym_plays_questions_without_numbers_and_holds_out_others():
+    easy = {
+        f"sqlgym_{item}": (question.database.name, question.text)
+        for item, question in enumerate(questions())
+        if not re.search(r"\d", re.sub(r"LIMIT \d", "", question.sql))
+        and "INTERSECT" not in question.sql
+    }
+    tasks = {}
+    for split in ("train", "test"):
+        file = ROOT / "configs" / "tasks" / f"sqlgym_words_{split}.json"
+        tasks[split] = json.loads(file.read_text())
+        names = [f"sqlgym_{item}" for item in items(split)]
+        assert tasks[split] == [name for name in names if name in easy]
+    assert not {easy[name] for name in tasks["train"]} & {easy[name] for name in tasks["test"]}
