@@ -85,7 +85,7 @@ class VerifiersGame:
         output = asyncio.run(self._roll_out(address, key))
         self._row = None
         if output.get("error") is not None:  # the episode is played again, and then dropped
-            raise RuntimeError(f"the rollout failed: {output['error']}")
+            raise GameError(f"the rollout failed: {output['error']}")
         return Step("", float(output["reward"]), True)
 
     def observation(self) -> str:

@@ -1,7 +1,9 @@
 """Environments of the real package verifiers: rollouts through the endpoint, rubrics as rewards."""
 
+import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripted_engine import ScriptedEngine, says, small_tokenizer, spec_of
@@ -9,10 +11,11 @@ from test_adapters_training import train
 
 from manus_jax.agentgym.environments import open_environments, register_adapted
 from manus_jax.config.settings import RolloutSettings, ScratchSettings
+from manus_jax.engines.protocol import EngineError, Request
 from manus_jax.models import huggingface, loading
 from manus_jax.rollout.llm_player import EngineAgent
 from manus_jax.rollout.runner import run_episodes
-from manus_jax.rollout.trajectory import FailedEpisode, Trajectory
+from manus_jax.rollout.trajectory import FailedEpisode, Outcome, Trajectory
 from manus_jax.servers.processes import ServerSetupError
 
 PYTHON = os.environ.get("MANUS_JAX_VERIFIERS_PYTHON", "")
@@ -58,6 +61,47 @@ def test_a_rollout_of_verifiers_is_an_episode_with_exact_tokens_and_its_rubric(
         open_environments({other: "embedded"}, interpreters={other: PYTHON}),
     ):
         pass
+
+
+def test_limits_and_failures_of_the_model_are_those_of_any_episode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{SUPPORT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    register_adapted(ENV)
+    settings = RolloutSettings(
+        max_total_tokens=512,
+        max_tokens_per_turn=32,
+        strategy="program",
+        strategy_parameters=PROGRAM,
+    )
+    engine = ScriptedEngine(small_tokenizer(), says(["ab" * 9] * 9))
+    agent = EngineAgent(engine, engine.tokenizer)
+    with open_environments({ENV: "embedded"}, interpreters={ENV: PYTHON}) as pool:
+
+        def play(**changed: int) -> Outcome:
+            limited = dataclasses.replace(settings, **changed)
+            [outcome] = run_episodes([spec_of(f"{ENV}_3")], agent, pool, limited)
+            return outcome
+
+        whole = play()
+        first = play(max_total_tokens=20)
+        second = play(max_total_tokens=len(engine.requests[1].prompt_ids))
+        turns = play(max_turns=1)
+
+        def lost(request: Request) -> Any:
+            raise EngineError("the server is down")
+
+        monkeypatch.setattr(engine, "submit", lost)
+        engine_lost = play()
+    agent.close()
+    engine.close()
+    assert isinstance(whole, Trajectory) and len(whole.turns) == 2
+    assert isinstance(first, FailedEpisode) and first.kind == "prompt_too_long", first
+    assert isinstance(second, Trajectory), second  # the rubric scores what there is
+    assert (len(second.turns), second.end_reason) == (1, "context")
+    assert isinstance(turns, FailedEpisode) and "1 turns left (rollout.max_turns)" in turns.error
+    assert isinstance(engine_lost, FailedEpisode)
+    assert (engine_lost.kind, engine_lost.error) == ("engine", "the server is down")
 
 
 def test_an_environment_of_verifiers_is_trained_on(tmp_path: Path) -> None:

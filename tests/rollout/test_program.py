@@ -235,7 +235,12 @@ def test_a_result_without_a_reward_is_not_one(result: str) -> None:
         ("gives_up", "result", "returned no reward but 'None'", 1),
         ("raises", "environment", "it failed: OSError: the disk is full", 2),
         ("misspells", "result", "its newest request was refused: unknown field 'max_token'", 1),
-        ("asks_for_many", "environment", "asks for 31 replies, and the episode has 30 of its", 1),
+        (
+            "asks_for_many",
+            "environment",
+            "30 of its 30 turns left (rollout.max_turns), and the request asks for 31",
+            1,
+        ),
     ],
 )
 def test_a_program_that_fails_is_dropped_with_one_message(

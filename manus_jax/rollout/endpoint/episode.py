@@ -132,8 +132,8 @@ class EndpointEpisode:
         if most is not None and before + replies > most:
             raise ApiError(
                 400,
-                f"the request asks for {replies} replies, and the episode has {most - before} of "
-                f"its {most} turns left (rollout.max_turns)",
+                f"the episode has {most - before} of its {most} turns left (rollout.max_turns), "
+                f"and the request asks for {replies}",
                 "turn_limit",
             )
         return before

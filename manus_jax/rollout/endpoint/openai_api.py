@@ -53,10 +53,14 @@ class ApiError(Exception):
 
 
 def context_exceeded(room: int, most: int) -> ApiError:
-    """The messages leave `room` of `most` tokens for a reply, which is too few."""
+    """The messages leave `room` of `most` tokens for a reply, which is too few.
+
+    The end of the message is OpenAI's, by which clients such as verifiers know this error.
+    """
     return ApiError(
         400,
-        f"the messages leave {max(0, room)} of {most} tokens for a reply",
+        f"the messages leave {max(0, room)} of {most} tokens for a reply: this model's maximum "
+        f"context length is {most} tokens",
         "context_length_exceeded",
         "messages",
     )

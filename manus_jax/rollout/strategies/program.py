@@ -138,12 +138,12 @@ class _Attempt:
         self, episode: EndpointEpisode, game: EnvironmentPlay, error: BaseException | None
     ) -> None:
         """Raises for an attempt that must not be used."""
+        if episode.engine_error is not None:  # even if the program goes on without the reply
+            raise episode.engine_error
         if game.failure is not None:
             raise game.failure
         if episode.misuse is not None:
             raise self._failed(episode.misuse)
-        if episode.engine_error is not None:  # even if the program goes on without the reply
-            raise episode.engine_error
         silent = not len(episode.recording)
         if silent and episode.limit == "context":
             raise PromptTooLong(
