@@ -61,6 +61,11 @@ def test_passing_failures_are_tried_again(failure) -> None:
         assert api(url).complete(HELLO).text == "fine"
 
 
+def test_a_lone_surrogate_in_a_completion_is_replaced() -> None:
+    with chatting(lambda messages: "left \ud800 right") as url:
+        assert api(url).complete(HELLO).text == "left ? right"
+
+
 def test_lasting_failures_are_one_error_that_names_the_server() -> None:
     replies = {
         Reply("down", 503): r"m at http://127\.0\.0\.1:\d+/v1: status 503: down",

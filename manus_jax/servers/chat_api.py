@@ -135,6 +135,8 @@ class ChatApi:
                 raise TypeError("the message has no text")
         except (BadResponse, LookupError, TypeError) as error:
             raise self._no_completion(error) from None
+        # An escape in JSON can be a lone surrogate, which files reject.
+        text = text.encode("utf-8", "replace").decode("utf-8")
         return Completion(text, choice.get("finish_reason") == "length")
 
     def _no_completion(self, error: Exception) -> ChatApiError:
