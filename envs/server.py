@@ -303,10 +303,12 @@ def _endpoint(
             return Response(status_code=400)  # which nobody reads
         except asyncio.CancelledError:
             return Response("The server is shutting down.", 503, media_type="text/plain")
-        except Exception:
+        except Exception as error:
             # uvicorn would drop the connection, which other sessions of the client may share.
             _logger.exception("%s %s failed", request.method, request.url.path)
-            return Response("Internal Server Error", 500, media_type="text/plain")
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+            told = f"Internal Server Error: {reason}".encode(errors="replace")
+            return Response(told, 500, media_type="text/plain")
         content = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         return Response(content.encode(), headers=_ITEMS, media_type="application/json")
 

@@ -112,6 +112,24 @@ def test_id_family_answers_objects_and_reports_failures_with_status_200(
     )
 
 
+def test_an_exception_of_a_game_is_named_in_the_answer(
+    serve_app: AppServer,
+    echo: type[Echo],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def step(game: Echo, action: str) -> Step:
+        raise RuntimeError(f"no board for \ud800\n{action}")
+
+    monkeypatch.setattr(echo, "step", step)
+    client = Client(serve_app(build_app(spec_of("id", echo))))
+    client.post("/create")
+    client.post("/reset", {"id": 0, "data_idx": 1})
+    answer = client.post("/step", {"id": 0, "action": "x"})
+    assert answer == (500, "Internal Server Error: RuntimeError: no board for ? x")
+    assert caplog.records[-1].exc_info is not None
+
+
 def test_env_idx_family_answers_a_bare_id_and_reports_failures_with_status_500(
     serve_app: AppServer, echo: type[Echo]
 ) -> None:
