@@ -14,6 +14,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
         words = sys.argv[1:] if args is None else args
+        if lone := next((word for word in words if word.endswith("=--")), None):
+            self.error(f"{lone} has no value")  # argparse would remove the --
         flags = [word.partition("=")[0] for word in words if word.startswith("--")]
         for flag in flags:
             if flags.count(flag) > 1:

@@ -33,7 +33,7 @@ from manus_jax.models.transformer import Params
 from manus_jax.progress import ProgressLine
 from manus_jax.rollout.api_player import PREFIX, ApiPolicy
 from manus_jax.rollout.baseline_players import OraclePolicy, RandomPolicy
-from manus_jax.rollout.build_rollout import check_play, open_engine, open_servers
+from manus_jax.rollout.build_rollout import check_engine, check_play, open_engine, open_servers
 from manus_jax.rollout.llm_player import ChatTokenizer, EngineAgent
 from manus_jax.rollout.player import Agent
 from manus_jax.rollout.strategies import check_strategy_service, episodes_per_spec
@@ -147,6 +147,8 @@ def make_candidate(name: str, config: EvaluateConfig, slots: int) -> Candidate:
     params = source.open()  # they stay on disk, but are verified
     length = config.rollout.max_total_tokens
     loading.check_length(source, length, name)
+    settings = dataclasses.replace(config.engine, slots=slots)
+    check_engine(source, params, settings, config.engine_settings, length)
     return Candidate(
         name,
         ChatTokenizer(source.tokenizer, config.chat).check,

@@ -206,13 +206,11 @@ _EMBEDDED_READS = ("slots", "cache_tokens", "devices", "tensor", "dtype", "max_s
 def _embedded(
     source: PolicySource, params: Params, settings: EngineSettings, own: None, max_length: int
 ) -> Engine:
-    _, own_devices = split_devices(settings.devices)
-    devices, tensor = own_devices or learner_devices(params), settings.tensor or 1
-    copies = max(1, len(devices) // tensor)
+    devices, tensor, slots = _embedded_sizes(settings, params)
     return JaxEngine(
         source.card.architecture,
         params,
-        slots=-(-settings.slots // copies) * copies,  # evaluation needs only one per episode
+        slots=slots,
         max_length=max_length,
         cache_tokens=settings.cache_tokens,
         devices=devices,
@@ -221,6 +219,15 @@ def _embedded(
         dtype=settings.dtype,
         max_steps=settings.max_steps,
     )
+
+
+def _embedded_sizes(settings: EngineSettings, params: Params) -> tuple[list[Any], int, int]:
+    """The embedded engine's devices, those that share a copy of the weights, and its slots."""
+    _, own_devices = split_devices(settings.devices)
+    devices, tensor = own_devices or learner_devices(params), settings.tensor or 1
+    copies = max(1, len(devices) // tensor)
+    # Evaluation needs only one slot per episode.
+    return [*devices], tensor, -(-settings.slots // copies) * copies
 
 
 @ENGINES.register("vllm")
@@ -248,6 +255,29 @@ def _vllm_pool(
         dtype=settings.dtype,
         max_length=max_length,
     )
+
+
+def check_engine(
+    source: PolicySource,
+    params: Params,
+    settings: EngineSettings,
+    own_settings: Any,
+    max_length: int,
+) -> None:
+    """Raises if `open_engine` cannot open the engine, as far as this is known without weights."""
+    kind = ENGINES[settings.name]
+    kind.check(own_settings, max_length, source.card.architecture, None, None)
+    if kind.engine.on_learner_device:
+        devices, tensor, slots = _embedded_sizes(settings, params)
+        make_layout(
+            source.card.architecture,
+            devices,
+            slots=slots,
+            max_length=max_length,
+            tensor=tensor,
+            cache_tokens=settings.cache_tokens,
+            dtype=settings.dtype,
+        )
 
 
 @contextlib.contextmanager

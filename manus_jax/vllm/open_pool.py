@@ -163,6 +163,8 @@ def check_servers(
             f"vLLM takes adapters up to rank {MAX_LORA_RANK}, and lora.rank is {lora_rank}: choose "
             f"a lower one, or {MERGED}"
         )
+    if settings.servers or settings.gpus is not None:
+        vllm_python(settings.python)
     if base is not None and settings.address_file is None and not settings.urls:
         check_base(base)
     if settings.weights_dir is not None:

@@ -345,7 +345,7 @@ def test_mistakes_end_in_one_line_before_anything_is_played(
     assert "unknown user, '~no_one'" in error("evaluate.out_dir = '~no_one/out'")
     assert "unknown user, '~no_one'" in error(policies=("~no_one/model",))
     assert "unknown action format 'xml'" in error("rollout.action_format = 'xml'")
-    assert "rollout.top_p = 0.0 must be above 0" in error("rollout.top_p = 0.0")
+    assert "rollout.top_p = 0.0 must be at least 1e-06" in error("rollout.top_p = 0.0")
     assert "max_turns = 0" in error("rollout.max_turns = 0")
     assert "dataset file none.json does not exist" in error("evaluate.task_files = ['none.json']")
     greedy = error(
@@ -354,6 +354,10 @@ def test_mistakes_end_in_one_line_before_anything_is_played(
     assert "greedy episodes of a task are identical" in greedy
     text = error("rollout.max_total_tokens = 40000", policies=(str(model),))
     assert "rollout.max_total_tokens = 40000 exceeds the 32768 positions" in text
+    text = error("engine.cache_tokens = 5", policies=("oracle", str(model)))
+    assert "engine.cache_tokens = 5 cannot hold one stream" in text
+    vllm = ("engine.name = 'vllm'", "vllm.servers = 1", "vllm.python = '/nowhere/python'")
+    assert "/nowhere/python is not an interpreter" in error(*vllm, policies=(str(model),))
     run = tmp_path / "run"
     convert.main(["from-hf", "--hf", str(model), "--out", str(run)])
     stored = max((run / "checkpoints" / "0").rglob("*"), key=lambda path: path.stat().st_size)

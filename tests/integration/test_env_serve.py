@@ -87,6 +87,7 @@ def test_a_setting_out_of_range_is_named(
         (["maze", "--port", "x"], "--port: invalid int value: 'x'"),
         (["maze", "--por", "0"], "arguments are required: --port"),
         (["maze", "--port", "0", "--port=1"], "--port is given twice"),
+        (["maze", "--port=--"], "--port=-- has no value"),
         (["maze", "--port", "0", "--colour", "red"], "unrecognized arguments: --colour red"),
         (["maze", "--port", "0", "--host", "no.such.host.invalid"], "choose another --host"),
         (["maze", "--port", "0", "--host", "h" * 300], "choose another --host"),

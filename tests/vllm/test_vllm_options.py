@@ -30,7 +30,7 @@ from manus_jax.vllm.open_pool import open_vllm, supervise
         ({"address_file": "a"}, "vllm.address_file is set and vllm.weights_dir is not"),
         ({"servers": 1, "push": False}, "is for servers that run elsewhere"),
         ({"servers": 1, "attempts": "2"}, "vllm.attempts = '2' is not a whole number"),
-        ({"servers": 1, "patience": 0}, "vllm.patience = 0.0 must be above 0"),
+        ({"servers": 1, "patience": 0}, "vllm.patience = 0.0 must be at least 0.001"),
         ({"servers": 1, "snapshot_every": 0}, "vllm.snapshot_every = 0 must be at least 1"),
         ({"gpus": 0}, "gpus = 0: at least 1"),
         ({"gpus": [1, 1]}, "names one twice: 1, 1"),
