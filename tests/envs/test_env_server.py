@@ -1,6 +1,7 @@
 """The server framework: both id families, limits, expiry, independent sessions."""
 
 import json
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -112,22 +113,27 @@ def test_id_family_answers_objects_and_reports_failures_with_status_200(
     )
 
 
+@pytest.mark.parametrize("character", ["ü", "\ud800"])
 def test_an_exception_of_a_game_is_named_in_the_answer(
     serve_app: AppServer,
     echo: type[Echo],
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    character: str,
 ) -> None:
     def step(game: Echo, action: str) -> Step:
-        raise RuntimeError(f"no board for \ud800\n{action}")
+        raise RuntimeError(f"no board for {character}\n{action}")
 
+    # The messages are kept here: pytest-xdist cannot send captured logs with lone surrogates.
+    records: list[logging.LogRecord] = []
     monkeypatch.setattr(echo, "step", step)
+    monkeypatch.setattr(logging.getLogger("envs.server"), "handle", records.append)
     client = Client(serve_app(build_app(spec_of("id", echo))))
     client.post("/create")
     client.post("/reset", {"id": 0, "data_idx": 1})
     answer = client.post("/step", {"id": 0, "action": "x"})
-    assert answer == (500, "Internal Server Error: RuntimeError: no board for ? x")
-    assert caplog.records[-1].exc_info is not None
+    shown = "?" if character == "\ud800" else character
+    assert answer == (500, f"Internal Server Error: RuntimeError: no board for {shown} x")
+    assert records[-1].exc_info is not None
 
 
 def test_env_idx_family_answers_a_bare_id_and_reports_failures_with_status_500(
