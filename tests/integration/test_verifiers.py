@@ -22,6 +22,13 @@ PYTHON = os.environ.get("MANUS_JAX_VERIFIERS_PYTHON", "")
 ENV = "verifiers:echo_letters"
 SUPPORT = Path(__file__).parents[1] / "support"
 PROGRAM = {"function": "manus_jax.rollout.endpoint.delegated:play"}
+SETTINGS = RolloutSettings(
+    max_total_tokens=512,
+    max_tokens_per_turn=32,
+    strategy="program",
+    strategy_parameters=PROGRAM,
+)
+
 pytestmark = pytest.mark.skipif(
     not PYTHON, reason="MANUS_JAX_VERIFIERS_PYTHON has no interpreter with verifiers"
 )
@@ -32,16 +39,10 @@ def test_a_rollout_of_verifiers_is_an_episode_with_exact_tokens_and_its_rubric(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{SUPPORT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     register_adapted(ENV)
-    settings = RolloutSettings(
-        max_total_tokens=512,
-        max_tokens_per_turn=32,
-        strategy="program",
-        strategy_parameters=PROGRAM,
-    )
     engine = ScriptedEngine(small_tokenizer(), says(["ab", "cd"] * 4))
     agent = EngineAgent(engine, engine.tokenizer)
     with open_environments({ENV: "embedded"}, interpreters={ENV: PYTHON}) as pool:
-        [played] = run_episodes([spec_of(f"{ENV}_3")], agent, pool, settings)
+        [played] = run_episodes([spec_of(f"{ENV}_3")], agent, pool, SETTINGS)
         plain = RolloutSettings(max_total_tokens=512, action_format="raw")
         [refused] = run_episodes([spec_of(f"{ENV}_4")], agent, pool, plain)
     agent.close()
@@ -68,18 +69,12 @@ def test_limits_and_failures_of_the_model_are_those_of_any_episode(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{SUPPORT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     register_adapted(ENV)
-    settings = RolloutSettings(
-        max_total_tokens=512,
-        max_tokens_per_turn=32,
-        strategy="program",
-        strategy_parameters=PROGRAM,
-    )
     engine = ScriptedEngine(small_tokenizer(), says(["ab" * 9] * 9))
     agent = EngineAgent(engine, engine.tokenizer)
     with open_environments({ENV: "embedded"}, interpreters={ENV: PYTHON}) as pool:
 
         def play(**changed: int) -> Outcome:
-            limited = dataclasses.replace(settings, **changed)
+            limited = dataclasses.replace(SETTINGS, **changed)
             [outcome] = run_episodes([spec_of(f"{ENV}_3")], agent, pool, limited)
             return outcome
 
